@@ -198,7 +198,7 @@ def ours(
     """Return features by ``method``, by default one backward pass (for an LSTM one per sample)."""
     batch = case.batch if batch is None else batch
     method = method or (gradients_in_turn if case.name in LSTMS else gradients_at_once)
-    sums = Features.zeros(case.parameters, case.spec(kind), len(batch), threads=1)
+    sums = Features(case.parameters, case.spec(kind), len(batch), threads=1)
     method(case.model, case.parameters, case.output, batch, sums)
     return sums.scaled()
 

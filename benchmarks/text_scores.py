@@ -101,7 +101,7 @@ def features(
     )
     rows = []
     for part in parts:
-        sums = Features.zeros(chosen, spec, len(part), threads=1)
+        sums = Features(chosen, spec, len(part), threads=1)
         gradients_at_once(model, chosen, output, part, sums)
         rows.append(sums.scaled().numpy())
     return np.concatenate(rows)

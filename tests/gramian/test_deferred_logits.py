@@ -109,7 +109,7 @@ def features_of(given, kind):
         stream=0,
         shapes=shapes if kind == "tensor_sketch" else None,
     )
-    features = Features.zeros(given[1], spec, len(given[3]), threads=1)
+    features = Features(given[1], spec, len(given[3]), threads=1)
     gradients_at_once(*given, features)
     return features.scaled(), spec
 

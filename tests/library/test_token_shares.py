@@ -137,7 +137,7 @@ def test_shares_are_those_of_copies(make, kind, scaled, proj_dim, monkeypatch):
     scales = {name: torch.rand(p.shape) for name, p in parameters.items() if "norm" not in name}
     scales = scales if scaled else {}
     directions = Directions(parameters, spec, vectors, scales)
-    shares = Shares.zeros(parameters, directions, pairs, N_TOKENS)
+    shares = Shares(parameters, directions, pairs, N_TOKENS)
     output = TABLE["language_modelling"].load()
     method = gradient_method(model, parameters, output, batch)
     method(model, parameters, output, batch, shares)
@@ -197,7 +197,7 @@ def test_deferred_logits_have_the_same_shares(make, kind, monkeypatch):
         (in_pieces, in_pieces.output, replace(batch, gives_labels=True)),
     ):
         directions = Directions(parameters, spec, vectors)
-        shares = Shares.zeros(parameters, directions, pairs, N_TOKENS)
+        shares = Shares(parameters, directions, pairs, N_TOKENS)
         gradient_method(given, parameters, of, rows)(given, parameters, of, rows, shares)
         sums = shares.by_token.sum(1), shares.by_parameter.sum(1)
         torch.testing.assert_close(*sums, rtol=1e-12, atol=1e-12)
@@ -233,7 +233,7 @@ def test_ranks_of_routed_tokens_are_not_tokens():
     texts[1, :3] = 0
     pairs = Pairs(torch.tensor([0, 1]), torch.tensor([0, 0]))
     directions = Directions(parameters, spec_of(parameters), torch.randn(1, 32))
-    shares = Shares.zeros(parameters, directions, pairs, N_TOKENS)
+    shares = Shares(parameters, directions, pairs, N_TOKENS)
     batch = as_batch({"input_ids": texts, "labels": texts}, output)
     gradients_at_once(model, parameters, output, batch, shares)
     assert shares.by_token[:, :-1].abs().max() == 0
@@ -247,7 +247,7 @@ def test_a_sample_without_pairs_has_no_shares():
     parameters = select_parameters(model, None)
     none = torch.tensor([], dtype=torch.long)
     directions = Directions(parameters, spec_of(parameters), torch.randn(1, 32))
-    shares = Shares.zeros(parameters, directions, Pairs(none, none), N_TOKENS)
+    shares = Shares(parameters, directions, Pairs(none, none), N_TOKENS)
     texts = torch.randint(N_WORDS, (2, N_TOKENS))
     batch = as_batch({"input_ids": texts, "labels": texts}, output)
     gradients_in_turn(model, parameters, output, batch, shares)
@@ -259,9 +259,10 @@ def test_held_directions_are_no_more_than_a_piece(monkeypatch):
     monkeypatch.setattr("trak_core.attribution.token_shares.PIECE", 100)
     parameters = dict(nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))).named_parameters())
     directions = Directions(parameters, spec_of(parameters), torch.randn(2, 32))
-    held = [directions.held(parameter) for parameter in parameters.values()]
+    for parameter in parameters.values():
+        directions.rows_of(parameter, slice(None))
     # Five biases of four entries, and one matrix of sixteen, for two vectors.
-    assert sum(tensor.numel() for tensor in held if tensor is not None) == 2 * (5 * 4 + 16)
+    assert sum(tensor.numel() for tensor in directions._held.values()) == 2 * (5 * 4 + 16)
 
 
 @pytest.mark.parametrize("reads", [False, True])

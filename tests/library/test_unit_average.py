@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from trak_core.attribution.score_formulas import combined, powered, similarities
+from trak_core.attribution.score_formulas import combined, powered
 from trak_core.attribution.solve import (
     DampedGramian,
     DampedMatrix,
@@ -32,7 +32,7 @@ def parts(checkpoints):
         spectrum, ridge = Spectrum.decompose(normal), DAMPING * mean_squared_norm(normal, N)
         solved = DampedMatrix.factorize(normal, ridge).solve(targets.T)
         norm = train_norm(spectrum.eigenvalues, spectrum.norm_products(weighted, plain), ridge)
-        yield similarities(phi, solved), powered(q, POWER), norm
+        yield phi @ solved, powered(q, POWER), norm
 
 
 def scores(checkpoints):

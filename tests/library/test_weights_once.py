@@ -11,7 +11,6 @@ from safetensors.torch import save_file
 from stored_weights import read_state_dict
 from torch import nn
 
-from trak_core.attribution.loaded_model import _move
 from trak_core.study.load_checkpoint import _is_finite, load_checkpoint
 
 
@@ -103,18 +102,6 @@ def test_weights_go_through_a_models_own_way_to_load_them(tmp_path):
     state = saved(tmp_path)
     load_checkpoint(model := Halved(), tmp_path)
     assert torch.equal(model.layers[0].bias, state["layers.0.bias"] / 2)
-
-
-class TooLarge(nn.Linear):
-    """What a GPU says that has less memory."""
-
-    def _apply(self, fn, recurse=True):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 MiB.")
-
-
-def test_a_model_larger_than_its_device_is_refused():
-    with refused("study.model_size", 2, "cuda:0"):
-        _move(TooLarge(1024, 512, bias=False), torch.device("cuda:0"))
 
 
 JOB = """

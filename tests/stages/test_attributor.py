@@ -342,8 +342,6 @@ def test_scores_can_be_pickled(linear):
     pd.testing.assert_frame_equal(again.top(3), scores.top(3))
     with refused("attribution.no_tokens", "pickle"):
         made.tokens(again)
-    with refused("attribution.scoring", "'topk'"):
-        made.score(targets, keep="topk")
 
 
 def test_memory_for_the_projection_is_known_before_the_work(linear):

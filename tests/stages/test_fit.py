@@ -297,7 +297,7 @@ def test_an_attributor_tells_of_a_bad_fit(kind, spoiled, trained, capsys):
 def test_the_fit_is_unknown_if_all_labels_are_equal(trained, tmp_path):
     x, y, net = trained["regression"]
     text, warns = report_of(tmp_path, "regression", (x, torch.full_like(y, 7.5)), net)
-    assert "label 7.5, so it is unknown how well the models predict" in text
+    assert "label 7.5, so the fit is unknown" in text
     assert not warns
     assert "no better than a constant guess" not in text
 

@@ -12,10 +12,10 @@ from trained_cases import assert_close
 
 from trak_core import Attributor
 from trak_core.artifacts import FEATURES, open_artifact
+from trak_core.attribution.device import Compute
 from trak_core.attribution.inner_products import inner_products
-from trak_core.attribution.label_draws import LabelDraws
+from trak_core.attribution.label_draws import LabelDraws, SampledNormal
 from trak_core.attribution.loaded_model import LoadedModel
-from trak_core.attribution.sampled_normal import SampledNormal
 from trak_core.attribution.write_features import projection_for
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.projection.reference import projection_matrix
@@ -26,6 +26,11 @@ from trak_core.study.study import Study
 
 K, DRAWS = 12, 3
 EXACTLY = {"projection": {"kind": "exact"}, "dtype": "float64"}
+
+
+def limits(batch_size, memory_mb=500):
+    return Compute(torch.device("cpu"), batch_size, memory_mb, threads=1)
+
 
 TEXTS = """
 import torch
@@ -165,11 +170,11 @@ def test_inner_products_are_those_of_plain_autograd(case, capsys):
     dense = np.concatenate([j, *rows.swapaxes(0, 1)])
     given = loaded, case.train
     for targets, expected in ((None, dense @ dense.T), (case.target_split, dense @ j_t.T)):
-        products, _ = inner_products(*given, targets, spec, 64, 500)
+        products, _ = inner_products(*given, targets, spec, limits(64))
         assert_close(products, expected, 1e-5)
         assert "gradients of 7 " in capsys.readouterr().out or targets is None
         n_mb = 8 * expected.size // 2**20
-        blocks, columns = inner_products(*given, targets, spec, 7, n_mb + 2)
+        blocks, columns = inner_products(*given, targets, spec, limits(7, n_mb + 2))
         assert_close(blocks, products, 1e-6)
         if targets is None:
             (block,) = re.findall(r"gradients of (\d+) train", capsys.readouterr().out)
@@ -236,7 +241,7 @@ def test_texts_of_different_lengths(tmp_path, kind):
         file = tmp_path / f"{batch_size}.h5"
         assert_close(computed(file, *given, batch_size=batch_size)[0], expected, 1e-4)
         exact = features_spec(output, label_draws=DRAWS, **EXACTLY)
-        products, _ = inner_products(loaded, train, None, exact, batch_size, 500)
+        products, _ = inner_products(loaded, train, None, exact, limits(batch_size))
         drawn = np.concatenate(rows.swapaxes(0, 1))
         assert_close(products[10:, 10:], drawn @ drawn.T, 1e-4)
 
@@ -271,10 +276,7 @@ def test_specs_without_draws_are_those_of_before(digits):
     assert "label_draws" not in drawn.of("mine", "digest").as_dict()
 
 
-def test_outputs_without_noise_are_refused(digits, tmp_path):
-    spec = features_spec("loss", K, label_draws=DRAWS)
-    with refused("model.no_loss_noise"):
-        computed(tmp_path / "a.h5", digits.path, digits.checkpoints["c0"], spec)
+def test_outputs_without_noise_are_refused():
     with refused("config.label_draws", "loss", "text_classification"):
         Attributor(torch.nn.Linear(2, 1), "loss", label_draws=1)
     with refused("config.label_draws", "Found -1"):
@@ -285,14 +287,16 @@ def test_outputs_without_noise_are_refused(digits, tmp_path):
     ):
         with refused("config.label_draws", text):
             Attributor(torch.nn.Linear(2, 1), "regression", label_draws=1, **settings)
-    made = ModelOutput(
+    several = ModelOutput(
         read=lambda returned: (returned,),
         value=lambda read, label: read[0].sum(),
         loss_noise=lambda read, label, uniform: read,
     )
     data = torch.randn(4, 2), torch.zeros(4)
-    with refused("model.no_loss_noise"):
-        Attributor(torch.nn.Linear(2, 1), made, label_draws=1, proj_dim=4).fit(data)
+    for made in (several, ModelOutput(value=lambda read, label: read.sum())):
+        for sizes in ({"proj_dim": 4}, {"projection": "exact"}):
+            with refused("model.no_loss_noise"):
+                Attributor(torch.nn.Linear(2, 1), made, label_draws=1, **sizes).fit(data)
     # A number would be multiplied with each of the returned numbers.
     made = ModelOutput(value=lambda read, label: read.sum(), loss_noise=lambda read, *_: read.sum())
     with refused("model.no_loss_noise", "(3,)", "()"):

@@ -17,7 +17,7 @@ from trained_cases import assert_close
 
 from trak_core.artifacts import CHECKPOINT_SCORES, SCORES, open_artifact, scaled_integers
 from trak_core.attribution.device import find_device
-from trak_core.attribution.project_gradients import QueuedFeatures, projecting_device, stored_rows
+from trak_core.attribution.project_gradients import QueuedFeatures, stored_rows
 from trak_core.attribution.sample_outputs import warn_of_saturation
 from trak_core.errors import InputError
 from trak_core.gradients import Variety
@@ -216,7 +216,7 @@ def test_float16_that_loses_a_sample_is_an_error():
     for bad in (1e-7, 1e5, 1e25):
         rows = good.copy()
         rows[1] = bad
-        with refused("stages.float16", f"from {bad:.2g} to {bad:.2g}", "b"):
+        with refused("stages.features_dtype", f"from {bad:.2g} to {bad:.2g}", "b"):
             stored_rows(rows, "float16", ["a", "b"])
 
 
@@ -267,7 +267,7 @@ def test_int8_that_loses_a_sample_is_an_error():
     for far, loss in ((1e3, "0.031"), (np.nan, "nan"), (np.inf, "nan")):
         rows = good.copy()
         rows[2, 7] = far
-        with refused("stages.int8", f"up to {loss}", "samples c"):
+        with refused("stages.features_dtype", f"up to {loss}", "samples c"):
             stored_rows(rows, "int8", ["a", "b", "c"])
 
 
@@ -356,15 +356,14 @@ def test_a_warning_if_most_training_samples_have_tiny_loss_weights(capsys):
 
 def test_a_missing_gpu_or_numba_cuda_is_an_error_before_any_gradient(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for find in (find_device, projecting_device):
-        with refused("attribution.no_cuda", "CUDA device"):
-            find("cuda")
+    with refused("attribution.no_cuda", "CUDA device"):
+        find_device("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(project_cuda, "is_simulated", lambda: False)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     project_cuda.require_numba_cuda.cache_clear()
     with pytest.raises(InputError, match="numba-cuda"):
-        projecting_device("cuda")
+        find_device("cuda", projects=True)
 
 
 def test_ids_are_as_long_as_paths(tmp_path):

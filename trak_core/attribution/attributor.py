@@ -14,7 +14,7 @@ import pandas as pd
 import torch
 from torch import nn
 
-from trak_core.artifacts import FEATURES, GRAMIAN, NORMAL_MATRIX, open_artifact
+from trak_core.artifacts import NORMAL_MATRIX, open_artifact
 from trak_core.attribution.attributor_arguments import (
     Output,
     Weights,
@@ -24,8 +24,8 @@ from trak_core.attribution.attributor_arguments import (
     read_checkpoints,
     without_none,
 )
-from trak_core.attribution.checkpoint_scorers import Compute, stored_columns
-from trak_core.attribution.device import float32_precision
+from trak_core.attribution.checkpoint_scorers import stored_columns
+from trak_core.attribution.device import Compute, float32_precision
 from trak_core.attribution.fitted_attributor import FittedAttributor, Setup
 from trak_core.attribution.fitted_checkpoint import training_table, write_normal_matrix
 from trak_core.attribution.inner_products import write_gramian
@@ -46,8 +46,6 @@ from trak_core.settings import TRAIN
 from trak_core.study.given_data import split_of_data, subset_digest
 from trak_core.study.study import Study
 
-# The keys of ``compute`` that are arguments of an attributor.
-_COMPUTE = ("device", "precision", "batch_size", "memory_mb", "threads")
 # This text replaces the digest of the data if features are stored in a temporary folder.
 _IN_MEMORY = "in memory"
 
@@ -56,42 +54,38 @@ class Attributor(FittedAttributor):
     """Attribute a model's predictions to its training samples with TRAK.
 
     The score of training sample i for target j estimates how much training on i raised the model
-    output f of j. A positive score means that training on i raised f. Features are gradients of f,
-    projected to k dimensions. The scores of checkpoint c are
+    output f of j. Features are gradients of f, projected to k dimensions. The scores of checkpoint
+    c are
 
         A_c = Phi_c (Phi_c^T W_c Phi_c + ridge_c I)^-1 T_c^T,
 
     where Phi_c (n, k) contains the features of the training samples, T_c (m, k) those of the
     targets, and W_c is a diagonal matrix of weights. Scores are multiplied by the loss weights
     Q_c = -dl/df of the training samples, where l is the training loss, and averaged over
-    checkpoints. ``projection="exact"`` uses gradients without a projection. The batch size, memory
-    limit and device affect scores only through rounding. A run of the pipeline with the same
-    settings and checkpoint ids computes the same scores.
+    checkpoints. The batch size, memory limit and device affect scores only through rounding. A run
+    of the pipeline with the same settings and checkpoint ids computes the same scores.
 
     Args:
         model: A module, which is copied, or a function that returns a module. The model is used in
             evaluation mode.
         output: The model output f to explain: a value of ``model_output`` in a config, such as
             ``"image_classification"``; a ``ModelOutput``; or a function of the model's return value
-            for one sample and of the sample's label. With a function, all training samples have the
-            loss weight Q = 1, which is correct if f is minus the training loss.
+            for one sample and of the sample's label. With a function, all loss weights Q are 1,
+            which is correct if f is minus the training loss.
         checkpoints: The weights of trained models: a path, a state dict, a list of these, or a dict
             from ids to these. None for the weights of ``model``. A path is a file or folder in any
-            format that a config accepts. Checkpoints of several training runs give better scores.
-            If several checkpoints come from one training run, pass a dict with values
-            ``{"path": ..., "run": ..., "at": ...}``. For a list, ids are the file names without
-            suffix, in which ``_`` replaces characters such as ``=``, or 0, 1, 2, ... if two names
-            are equal. The id determines the projection matrix.
+            format that a config accepts. If several checkpoints come from one training run, pass a
+            dict with values ``{"path": ..., "run": ..., "at": ...}``. For a list, ids are the file
+            names without suffix, in which ``_`` replaces characters such as ``=``, or 0, 1, 2, ...
+            if two names are equal. The id determines the projection matrix.
         projection: None for a random projection, ``"exact"`` for inner products of gradients
             without a projection (n^2 numbers).
         kind: The kind of the projection matrix. None for the cheapest kind that is as accurate as a
             dense matrix.
-        proj_dim: The number of dimensions k after projection. A larger k is more accurate, but
-            memory grows with n k + k^2.
+        proj_dim: The number of dimensions k. Accuracy grows with k, and memory with n k + k^2.
         seed: Seed of the projection matrix.
         damping: The ratio of ridge_c to the mean of w_i |phi_i|^2 over training samples i, where
-            w_i is an entry of W_c and phi_i a row of Phi_c. None for 2. The best value differs
-            between studies.
+            w_i is an entry of W_c and phi_i a row of Phi_c. None for 2.
         weighting: ``"plain"`` for W = I, ``"curvature"`` for a power of the curvature d2l/df2. None
             for a default that depends on the output and the checkpoints. ``combine`` and
             ``loss_weight_power`` have such defaults too.
@@ -104,14 +98,12 @@ class Attributor(FittedAttributor):
             which must be stored with the checkpoints.
         label_draws: The number of labels to draw from the model for each training sample. The
             expectation of the normal matrix is then the Gauss-Newton matrix of the training loss.
-            Each draw adds a backward pass to ``fit``, and to ``score`` if the projection is
-            ``"exact"``. With 0, the normal matrix is Phi_c^T W_c Phi_c.
+            With 0, the normal matrix is Phi_c^T W_c Phi_c.
         features_dtype: The dtype in which features are stored: ``"float32"``, ``"float16"`` or
             ``"int8"``.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"`` ...; ``"auto"`` for CUDA if it is available.
         precision: ``"highest"`` computes matrix products and convolutions in float32. ``"high"``
-            uses TF32, which has three digits, on devices that support it. torch's settings are
-            changed during ``fit`` and ``score``, and then restored.
+            uses TF32, which has three digits, on devices that support it.
         batch_size: The largest number of samples in a batch.
         memory_mb: The memory limit for arrays, in MiB.
         threads: The number of CPU threads for the projection. None for the number that torch uses.
@@ -128,12 +120,12 @@ class Attributor(FittedAttributor):
         >>> attributor.fit((images, labels))
         Attributor of 1 checkpoint, fitted to 60 training samples
         >>> scores = attributor.score((images[:2], labels[:2]))
-        >>> scores.top(3)  # doctest: +SKIP
         >>> scores.frame.shape
         (60, 2)
+        >>> scores.top(1)["train"].tolist()  # the targets are the first two training samples
+        [0, 1]
 
-    Outputs that compare the samples of a batch, and models that are split over devices, are not
-    supported. Only the pipeline supports evaluation by retraining.
+    Outputs that compare samples of a batch, and models on several devices, are not supported.
 
     Source: Park et al., "TRAK: Attributing Model Behavior at Scale", ICML 2023, equations 16, 17.
     """
@@ -181,11 +173,9 @@ class Attributor(FittedAttributor):
             "preconditioner": preconditioner,
             "label_draws": label_draws,
             "features_dtype": features_dtype,
-            **{
-                "compute": {"shards": 1, "precision": precision},
-                "experiments": {},
-                "answers": {"tokens": False},
-            },
+            "compute": {"shards": 1, "precision": precision},
+            "experiments": {},
+            "answers": {"tokens": False},
         }
         fill_in_scoring(config, along=are_from_along_runs(table))
         check_scoring(config["scoring"] | config["compute"])
@@ -194,7 +184,7 @@ class Attributor(FittedAttributor):
         check_label_draws(config)
         state_dicts = {id_: c.state_dict for id_, c in table.items() if c.state_dict}
         spec = scores_spec(config, features_spec(config, "", state_dicts), runs_of(table))
-        torch_device = device_named(device, is_projected=projection is None)
+        torch_device = device_named(device, projects=projection is None)
         compute = Compute(torch_device, batch_size, memory_mb, threads or torch.get_num_threads())
         super().__init__()
         self._setup = Setup(spec, compute)
@@ -206,13 +196,12 @@ class Attributor(FittedAttributor):
         """Return the attributor of a study, with the settings of a config.
 
         ``fit()`` without data uses the study's training samples. The config must have the keys
-        ``checkpoints`` and ``model_output``. It may have ``projection``, ``scoring``,
-        ``parameters``, ``preconditioner``, ``label_draws``, ``features_dtype`` and ``compute``.
-        Other keys are ignored.
+        ``checkpoints`` and ``model_output``. Keys that do not affect scores are ignored.
         """
         projection, compute = config.get("projection", {}), config.get("compute", {})
         scoring = {k: v for k, v in config.get("scoring", {}).items() if k not in {"keep", "top"}}
         others = ("parameters", "preconditioner", "label_draws", "features_dtype")
+        limits = ("device", "precision", "batch_size", "memory_mb", "threads")
         checkpoints = config["checkpoints"]
         if isinstance(checkpoints, str):  # the path of a table of checkpoints
             table = checkpoint_table(checkpoints, None)
@@ -228,7 +217,7 @@ class Attributor(FittedAttributor):
             **({"projection": projection} if isinstance(projection, str) else projection),
             **scoring,
             **{key: config[key] for key in others if key in config},
-            **{key: compute[key] for key in _COMPUTE if key in compute},
+            **{key: compute[key] for key in limits if key in compute},
         )
         attributor._setup = replace(attributor._setup, study=study)
         return attributor
@@ -247,10 +236,9 @@ class Attributor(FittedAttributor):
                 augmentation: ``(inputs, labels)`` in tensors, a Dataset or a DataLoader (see
                 ``split_of_data``). None for the training samples of the study given to
                 ``of_study``.
-            folder: A folder for the files, in the layout of a run's results. A later call with the
-                same data and settings reuses the files of finished checkpoints. It first compares
-                the model outputs of eight samples with the stored outputs. None for a temporary
-                folder.
+            folder: A folder for the files, in the layout of a run's results. None for a temporary
+                folder. A later call with the same data and settings reuses the files of finished
+                checkpoints, if the model outputs of eight samples are the stored ones.
             ids: An id for each sample. None for 0, 1, 2, ...
 
         Returns:
@@ -271,8 +259,8 @@ class Attributor(FittedAttributor):
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         else:
             digest = content_digest(train.ids, subset_digest(train, range(len(train.ids))))
-        features = replace(self._spec.features, study_digest=digest)
-        spec = replace(self._spec, features=features)
+        features = replace(self.settings.features, study_digest=digest)
+        spec = replace(self.settings, features=features)
         self._setup = replace(self._setup, spec=spec, train=train, folder=Path(folder))
         if self._is_projected:
             dim, norm_power = features.projection["proj_dim"], spec.of_normal_matrix().norm_power
@@ -297,7 +285,7 @@ class Attributor(FittedAttributor):
         return f"Attributor of {n} checkpoint{'s' * (n != 1)}, {fitted}"
 
     def _load(self, name: str) -> LoadedModel:
-        spec, output = self._spec.features.under(name), self._output
+        spec, output = self.settings.features.under(name), self._output
         device = self._compute.device
 
         def output_of(model: nn.Module) -> ModelOutput:
@@ -317,7 +305,7 @@ class Attributor(FittedAttributor):
 
     def _refuse(self, path: Path, keys: Sequence[str]) -> NoReturn:
         names = ["training data or ids" if key == "study_digest" else key for key in keys]
-        is_temporary = self._spec.features.study_digest == _IN_MEMORY
+        is_temporary = self.settings.features.study_digest == _IN_MEMORY
         remedy = "Call `fit` again" if is_temporary else "Pass another folder, or delete this one"
         raise InputError(
             "Features in the folder of `fit` must have been computed from the same data, model and "
@@ -327,54 +315,43 @@ class Attributor(FittedAttributor):
 
     def _fit_checkpoint(self, name: str, bar: Any) -> str:
         """Write the missing files of a checkpoint, and return the digest of its weights."""
-        path, own, compute = self._features(name), self._spec.under(name), self._compute
+        path, own, compute = self._features(name), self.settings.under(name), self._compute
         loaded = self._load(name)
-        sizes = {"batch_size": compute.batch_size, "memory_mb": compute.memory_mb}
-        if path.exists() and self._is_current(path, name, loaded):
+        if path.exists() and self._is_current(name, loaded):
             bar.advance(len(self._train.ids))
         else:
             with bar.counting():
-                given = path, loaded, self._train
+                given, settings = (path, loaded, self._train), (own.of_train(), compute)
                 if self._is_projected:
-                    write_features(
-                        *given,
-                        own.of_train(),
-                        method_of=self._method_for,
-                        code="",
-                        threads=compute.threads,
-                        **sizes,
-                    )
+                    write_features(*given, *settings, method_of=self._method_for, code="")
                 else:
-                    write_gramian(*given, None, own.of_train(), code="", **sizes)
-        digest = loaded.checkpoint_digests["sha256"]
+                    write_gramian(*given, None, *settings, code="")
         if not self._is_projected:
-            return digest
-        with open_artifact(path, FEATURES) as train:
+            return loaded.checkpoint_digests["sha256"]
+        with self._open_features(name) as train:
             matrix, spec = self._normal_matrix(name), own.of_normal_matrix()
             if not matrix.exists() or not _is_from(matrix, train.content_hash, spec.as_dict()):
+                given = matrix, train, spec
                 with bar.silent():
-                    memory_mb = compute.memory_mb
-                    write_normal_matrix(matrix, train, spec, code="", memory_mb=memory_mb)
-        return digest
+                    write_normal_matrix(*given, code="", memory_mb=compute.memory_mb)
+        return loaded.checkpoint_digests["sha256"]
 
     def _notice_bad_fit(self) -> None:
         """Print a notice if the models predict their training samples badly."""
-        kind = FEATURES if self._is_projected else GRAMIAN
         with ExitStack() as stack:
-            paths = map(self._features, self._spec.ends)
-            files = [stack.enter_context(open_artifact(path, kind)) for path in paths]
+            files = [stack.enter_context(self._open_features(name)) for name in self.settings.ends]
             columns = pd.DataFrame(training_table(files))
-        fit = fit_of(columns, about_output(self._spec.features.model_output), self._train)
+        fit = fit_of(columns, about_output(self.settings.features.model_output), self._train)
         if fit and fit.is_doubtful:
             notice(
                 f"the models predict their training samples badly. {fit.measure} Check that inputs "
                 "and labels are the same as in training, and that checkpoints were saved after it."
             )
 
-    def _is_current(self, path: Path, name: str, loaded: LoadedModel) -> bool:
+    def _is_current(self, name: str, loaded: LoadedModel) -> bool:
         """Return whether a file is for this checkpoint. Refuse a file of other data or settings."""
         expected = self._file_spec(name, loaded)
-        with open_artifact(path, FEATURES if self._is_projected else GRAMIAN) as file:
+        with self._open_features(name) as file:
             differ = [key for key in expected if expected[key] != file.spec.get(key)]
             columns = stored_columns(file)
         if differ == ["checkpoint"]:
@@ -382,7 +359,7 @@ class Attributor(FittedAttributor):
         if not differ and not loaded.reproduces(self._train, columns):
             differ = ["model or output function"]
         if differ:
-            self._refuse(path, differ)
+            self._refuse(file.path, differ)
         return True
 
 

@@ -58,7 +58,7 @@ def read_checkpoints(given: Any) -> tuple[dict[str, Checkpoint], dict[str, Any]]
 
 
 def _id_of(path: str | Path) -> str:
-    """Return an id made from a file name: ``epoch_1-step_60`` for ``epoch=1-step=60.ckpt``."""
+    """Return the id of a file, such as ``epoch_1-step_60`` for ``epoch=1-step=60.ckpt``."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", Path(path).stem).lstrip(".-")
 
 
@@ -98,15 +98,10 @@ def check_scoring(scoring: Mapping[str, Any]) -> None:
             )
 
 
-def device_named(given: str | torch.device, *, is_projected: bool) -> torch.device:
-    """Return a device, after checking that it exists and that the projection can run on it."""
-    name = "cuda" if given == "auto" and torch.cuda.is_available() else given
-    device = torch.device("cpu" if name == "auto" else name)
-    if device.type != "cuda":
-        return device
-    takes_cuda("cuda")
-    if is_projected:
-        from trak_core.projection.cuda.project import require_numba_cuda
-
-        require_numba_cuda()
+def device_named(given: str | torch.device, *, projects: bool) -> torch.device:
+    """Return a device. See ``takes_cuda`` for ``projects`` and errors."""
+    if given == "auto":
+        given = "cuda" if takes_cuda("auto") else "cpu"
+    device = torch.device(given)
+    takes_cuda(device.type, projects=projects)
     return device

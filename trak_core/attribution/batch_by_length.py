@@ -1,8 +1,8 @@
 """Batch texts of similar lengths, to avoid padding, and restore the order of results."""
 
 import inspect
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch.utils.data import Subset
 
 from trak_core.errors import InputError
 from trak_core.gradients import Batch, MemoryBudget, as_batch, joined, shapes_of
+from trak_core.gradients.model_inputs import Shapes
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.study.dataset_split import Split
 
@@ -26,13 +27,10 @@ class OrderedSamples:
     samples are in the order of the study.
 
     Attributes:
-        split: The samples in the order in which they are processed.
-        output: The model output, which reads labels.
+        split: The samples in this order.
         rows: The row of each sample in the study's order, shape (n,).
         lengths: Number of tokens of each text. None if no padding is needed.
-        along: Names of the inputs that have a row for each token.
-        source: The length to which each input of an encoder is padded, by the input's name. It may
-            differ from the length of the labels.
+        shapes: The shapes of all texts, which determine the padding, or None.
         makes_mask: Whether texts get an attention mask of ones.
         window: Number of samples that are sorted together.
     """
@@ -41,8 +39,7 @@ class OrderedSamples:
     output: ModelOutput
     rows: np.ndarray
     lengths: list[int] | None
-    along: frozenset[str]
-    source: Mapping[str, int]
+    shapes: Shapes | None
     makes_mask: bool
     window: int
 
@@ -57,7 +54,8 @@ class OrderedSamples:
 
     def _text(self, i: int) -> Batch:
         text = as_batch(self.split.batch(i, i + 1), self.output)
-        kwargs, along, source = dict(text.kwargs), self.along, dict(self.source)
+        assert self.shapes is not None
+        kwargs, along, source = dict(text.kwargs), self.shapes.along, dict(self.shapes.source)
         if self.makes_mask:
             of = next((kwargs[name] for name in source), text.labels)
             kwargs[_MASK] = torch.ones(of.shape[:2], dtype=torch.int64)
@@ -80,29 +78,20 @@ class OrderedSamples:
         spread = np.linspace(0, len(self) - 1, n).astype(int)
         return list(dict.fromkeys(by_length[[0, -1, *spread]].tolist()))[:n]
 
-    @contextmanager
-    def naming_longest(self) -> Generator[None, None, None]:
-        """Add the id of the longest text to errors that its length may have caused."""
+    def naming_longest(self) -> AbstractContextManager[None]:
+        """Return a context that adds the longest text to errors that its length may have caused."""
         if self.lengths is None:
-            yield
-            return
+            return nullcontext()
         longest = int(np.argmax(self.lengths))
-        with naming_text(self.split.ids[longest], self.lengths[longest]):
-            yield
-
-    def length(self, i: int) -> int:
-        """Return the length of text i. Later texts of the same window are not longer."""
-        return 0 if self.lengths is None else self.lengths[i]
+        return naming_text(self.split.ids[longest], self.lengths[longest])
 
     def batches_of(self, most: int, room: MemoryBudget | None = None) -> Callable[[int], int]:
-        """Return a function that maps the first sample of a batch to the batch's size.
-
-        A batch has at most ``most`` samples, fits into the memory budget ``room``, and lies within
-        one window.
-        """
+        """Return a function of a batch's first sample that returns its size, within one window."""
 
         def at_once(start: int) -> int:
-            fit = most if room is None else min(most, room.most(self.length(start)))
+            # The first text of a batch is its longest.
+            length = 0 if self.lengths is None else self.lengths[start]
+            fit = most if room is None else min(most, room.most(length))
             return fit if self.lengths is None else min(fit, self.window - start % self.window)
 
         return at_once
@@ -146,9 +135,9 @@ def order_samples(
 ) -> list[OrderedSamples]:
     """Return the samples of each split in the order in which they are processed.
 
-    All texts are read once to find their lengths. Other samples are not read. If any two texts
-    differ in length, the texts of all splits are padded, with an attention mask if the model takes
-    one. ``window`` is the number of samples that are sorted together, or None for all of them.
+    All texts are read once to find their lengths. If any two texts differ in length, the texts of
+    all splits are padded, with an attention mask if the model takes one. ``window`` is the number
+    of samples that are sorted together, or None for all of them.
     """
     shapes = None
     if output.label_ndim == 1:
@@ -161,7 +150,7 @@ def order_samples(
     if shapes is None or not shapes.differ:
         sizes = [len(split.ids) for split in splits]
         return [
-            OrderedSamples(split, output, np.arange(n), None, frozenset(), {}, False, n)
+            OrderedSamples(split, output, np.arange(n), None, None, False, n)
             for split, n in zip(splits, sizes, strict=True)
         ]
     takes_mask = _MASK in inspect.signature(model.forward).parameters
@@ -171,26 +160,14 @@ def order_samples(
         tokens = np.array(shapes.lengths[first : first + n])
         first += n
         own_window = window or n
-        rows = np.concatenate([
-            start + np.argsort(-tokens[start : start + own_window], kind="stable")
-            for start in range(0, n, own_window)
-        ])
+        # lexsort is stable. It sorts by window, then by length, longest first.
+        rows = np.lexsort([-tokens, np.arange(n) // own_window])
         text = as_batch(split.batch(0, 1), output)
         makes_mask = takes_mask and not text.args and _MASK not in text.kwargs
         # Encoder inputs that all have the same length need no mask.
         makes_mask &= bool(shapes.source or shapes.along) or not output.takes_labels
-        ordered.append(
-            OrderedSamples(
-                split=subset(split, rows.tolist()),
-                output=output,
-                rows=rows,
-                lengths=tokens[rows].tolist(),
-                along=shapes.along,
-                source=shapes.source,
-                makes_mask=makes_mask,
-                window=own_window,
-            )
-        )
+        given = subset(split, rows.tolist()), output, rows, tokens[rows].tolist()
+        ordered.append(OrderedSamples(*given, shapes, makes_mask, own_window))
     return ordered
 
 
@@ -203,12 +180,7 @@ def subset(split: Split, rows: Sequence[int]) -> Split:
 
 @dataclass(frozen=True, slots=True)
 class StoredSamples:
-    """Samples that are stored in a device's memory.
-
-    Attributes:
-        samples: The samples in the order in which they are processed.
-        parts: One batch for each sample.
-    """
+    """Samples that are stored in a device's memory, with one batch for each sample."""
 
     samples: OrderedSamples
     parts: list[Batch]
@@ -218,7 +190,6 @@ class StoredSamples:
 
     @property
     def n_bytes(self) -> int:
-        """Size of the inputs in bytes."""
         return sum(tensor.nbytes for part in self.parts for _, tensor in part.tensors())
 
     def rows(self, start: int, stop: int) -> Batch:

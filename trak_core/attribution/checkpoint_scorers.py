@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trak_core.artifacts import Artifact, Rows
+from trak_core.attribution.device import Compute
 from trak_core.attribution.fitted_checkpoint import (
     DampedGradients,
     DampedNormalMatrix,
@@ -30,42 +31,17 @@ _COLUMNS = ("labels", "outputs", "predictions", "loss_weights")
 
 
 @dataclass(frozen=True, slots=True)
-class Compute:
-    """The device and the limits of a computation, which affect results only through rounding.
-
-    Attributes:
-        device: The device of the model.
-        batch_size: The largest number of samples in a batch.
-        memory_mb: The memory limit for arrays, in MiB.
-        threads: The number of CPU threads for the projection.
-    """
-
-    device: torch.device
-    batch_size: int
-    memory_mb: int
-    threads: int
-
-
-@dataclass(frozen=True, slots=True)
 class MemoryPart:
-    """One checkpoint's scores in memory, before scores are combined over checkpoints.
-
-    Attributes:
-        rows: A function that returns rows of A_c, shape (rows, m).
-        vectors: Arrays with a value for each sample, by the names that they have in files.
-        norm: ||B|| (see ``solve.train_norm``), or 1 if scores are not divided by it.
-    """
+    """The implementation of ``Part`` in memory, with a function that returns rows of A_c."""
 
     rows: ReadRows
     vectors: Mapping[str, np.ndarray]
     norm: float
 
     def vector(self, key: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return the entries of a vector for the samples from ``start`` to ``stop``."""
         return self.vectors[key][start:stop]
 
     def scalar(self, key: str) -> float:
-        """Return ||B||, which has the key ``train_norm``."""
         assert key == "train_norm"
         return self.norm
 
@@ -98,33 +74,15 @@ def target_features(
     loaded: LoadedModel, targets: Split, spec: FeaturesSpec, method_of: MethodOf, compute: Compute
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Return targets' features, shape (m, k), rounded to the stored dtype, and their columns."""
-    blocks = feature_blocks(
-        loaded,
-        targets,
-        spec,
-        method_of=method_of,
-        batch_size=compute.batch_size,
-        memory_mb=compute.memory_mb,
-        threads=compute.threads,
-        must_differ=False,
-    )
+    given = loaded, targets, spec, compute
+    blocks = feature_blocks(*given, method_of=method_of, must_differ=False)
     _, _, features, columns = zip(*blocks, strict=True)
     return np.concatenate(features), _columns([torch.cat(c) for c in zip(*columns, strict=True)])
 
 
 @dataclass(frozen=True, slots=True)
 class ProjectedScorer:
-    """Score by projected gradients.
-
-    Attributes:
-        loaded: The model with the weights of the checkpoint.
-        spec: The settings of the checkpoint's scores.
-        damped: The damped normal matrix.
-        features: Phi_c, shape (n, k), in a file or in memory.
-        train: The training samples, and their columns.
-        method_of: A function that chooses the gradient method, given a few samples. With
-            ``reads_terms``, it chooses a method that computes the terms that sum to a gradient.
-    """
+    """Score by projected gradients. The features Phi_c are in a file or in memory."""
 
     loaded: LoadedModel
     spec: ScoresSpec
@@ -155,8 +113,7 @@ class ProjectedScorer:
     ) -> tuple[Cut, Cut]:
         """Return scores of pairs, split by tokens of training samples and by tokens of targets.
 
-        ``train`` contains the row numbers of training samples. A pair consists of a position in
-        ``train`` and the row number of a target.
+        ``train`` contains rows of training samples. Pairs are positions in ``train`` and targets.
         """
         (samples,) = self.loaded.ordered(targets)
         if not count_tokens(self.loaded.batch(samples, 0, 1), self.loaded):
@@ -170,9 +127,8 @@ class ProjectedScorer:
         phi = np.concatenate([self.features[row : row + 1] for row in train])
         splits = split.take([split.ids[row] for row in train]), targets
         features = phi.astype(np.float64), target_phi.astype(np.float64)
-        given = self.loaded, self.spec, self.damped, splits, features, pairs
-        method_of = partial(self.method_of, reads_terms=True)
-        return cut_pairs(*given, compute.batch_size, compute.memory_mb, method_of)
+        given = self.loaded, self.spec, self.damped, splits, features, pairs, compute
+        return cut_pairs(*given, partial(self.method_of, reads_terms=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,15 +148,15 @@ class ExactScorer:
     def score(self, targets: Split, compute: Compute) -> MemoryPart:
         """Return A_c of ``DampedGradients``, with labels and outputs of the samples."""
         train, _ = self.train
-        exact_need(self.gradients.n_rows, len(targets.ids)).check(compute.memory_mb)
+        n_rows = len(self.gradients.damped.gramian)
+        exact_need(n_rows, len(targets.ids)).check(compute.memory_mb)
         if not self.loaded.reproduces(*self.train):
             raise InputError(
                 "With `projection: exact`, `fit` and `score` must use the same training samples "
                 "and model. Found different model outputs. Call `fit` again.",
                 code="attribution.changed_data",
             )
-        given = self.loaded, train, targets, self.spec
-        cross, columns = inner_products(*given, compute.batch_size, compute.memory_mb)
+        cross, columns = inner_products(self.loaded, train, targets, self.spec, compute)
         values = self.gradients.similarities(cross).astype(np.float32)
         own = targets, _columns(columns)
         return _part(lambda start, stop: values[start:stop], self.train, own, self.gradients.norm)

@@ -81,8 +81,7 @@ def sample_table(parts: Sequence[Part], side: str, block: int) -> dict[str, np.n
 def add_improving_signs(targets: dict[str, np.ndarray], about: About, *, is_mean: bool) -> None:
     """Add the column ``improves``, the sign of scores that improve each target, if it is known.
 
-    The sign is unknown for a mean of several targets, which has no label, unless ``about.better``
-    is ``larger``.
+    It is unknown for a mean of targets, which has no label, unless ``about.better`` is ``larger``.
     """
     if about.better and (about.better == "larger" or not is_mean):
         compared = targets["label"], targets["prediction"]
@@ -93,10 +92,9 @@ def add_improving_signs(targets: dict[str, np.ndarray], about: About, *, is_mean
 class KeptScores:
     """A summary of the scores of some training samples for all targets.
 
-    Attributes:
-        helpful: The largest scores of each target. None if there are no training samples.
-        harmful: The largest of the negated scores.
-        by_sample: ``help``, ``harm`` and ``harmed_label`` if they are known, shape (rows,) each.
+    ``helpful`` and ``harmful`` are the largest scores and negated scores of each target, or None
+    without training samples. ``by_sample`` contains ``help``, ``harm`` and ``harmed_label`` if they
+    are known, shape (rows,) each.
     """
 
     helpful: Extremes | None
@@ -113,9 +111,8 @@ class KeptScores:
     ) -> Self:
         """Return the summary of blocks. A block is its first row number and its scores (rows, m).
 
-        ``improves`` contains the sign of the scores that improve each target, or is None if that
-        is unknown.
-        ``labels`` are the targets' labels, or None if they are not classes. Both have shape (m,).
+        ``improves`` are the signs of the scores that improve each target, shape (m,), or None if
+        they are unknown. ``labels`` are the targets' classes, shape (m,), or None.
         """
         helpful = harmful = None
         by_sample: dict[str, list[np.ndarray]] = {}
@@ -141,9 +138,7 @@ class KeptScores:
         by_sample = {key: [shard.vector(key) for shard in shards] for key in keys}
 
         def extremes(key: str) -> Extremes:
-            parts = (
-                Extremes(shard.matrix(f"{key}_rows")[:], shard.matrix(key)[:]) for shard in shards
-            )
+            parts = (Extremes(s.matrix(f"{key}_rows")[:], s.matrix(key)[:]) for s in shards)
             return reduce(lambda seen, part: merged(seen, part, top), parts)
 
         return cls(extremes("helpful"), extremes("harmful"), _joined(by_sample))

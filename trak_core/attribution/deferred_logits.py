@@ -4,8 +4,8 @@ The last layer of the model, a linear layer with one row of weights for each voc
 returns a placeholder. Logits are computed from the placeholder when the labels are known.
 """
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,8 +33,8 @@ class _LogitsNeededError(Exception):
 class DeferredLogits(Tensor):
     """Placeholder for logits, shape (..., V): a linear layer, followed by entrywise functions.
 
-    Rows can be sliced, and entrywise functions can be applied. Other operations raise
-    ``_LogitsNeededError``, because they might write into the logits or return a view of them.
+    Operations other than slicing rows and entrywise functions raise ``_LogitsNeededError``, because
+    they might write into the logits or return a view of them.
     """
 
     head: Head
@@ -68,7 +68,9 @@ class DeferredLogits(Tensor):
                     return func(*args, **kwargs)
             others = (*args[1:], *kwargs.values())
             if func.__name__ in _OF_ENTRIES and not any(isinstance(o, Tensor) for o in others):
-                return logits._then(lambda x: func(x, *args[1:], **kwargs))
+                functions = *logits.head.functions, lambda x: func(x, *args[1:], **kwargs)
+                head = replace(logits.head, functions=functions)
+                return DeferredLogits.of(logits.hidden, head)
             if func.__name__ == "__getitem__" and logits._are_rows(args[1]):
                 with torch._C.DisableTorchFunctionSubclass():
                     return DeferredLogits.of(logits.hidden[args[1]], logits.head)
@@ -79,12 +81,8 @@ class DeferredLogits(Tensor):
         # Operations that are not torch functions call this, such as the view ``logits.data``.
         raise _LogitsNeededError
 
-    def _then(self, function: Callable[[Tensor], Tensor]) -> "DeferredLogits":
-        head = Head(self.head.weight, self.head.bias, (*self.head.functions, function))
-        return DeferredLogits.of(self.hidden, head)
-
     def _are_rows(self, index: Any) -> bool:
-        """Return whether an index selects whole rows, which cover the entire vocabulary."""
+        """Return whether an index selects whole rows, with all entries of the vocabulary."""
         parts = index if isinstance(index, tuple) else (index,)
         n_dims = self.hidden.ndim - 1
         return len(parts) <= n_dims and all(isinstance(part, slice) for part in parts)
@@ -104,16 +102,13 @@ class _Defers(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is linear and not torch.is_autocast_enabled(args[0].device.type):
-            given = inspect.signature(_as_linear).bind(*args, **(kwargs or {})).arguments
-            hidden, weight, bias = given["input"], given["weight"], given.get("bias")
-            if len(weight) == self.n_classes and weight.is_leaf and hidden.ndim == 3:
-                return DeferredLogits.of(hidden, Head(weight, bias))
-        return func(*args, **(kwargs or {}))
+        return (self._linear if func is linear else func)(*args, **(kwargs or {}))
 
-
-def _as_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-    """Define the parameters of ``torch.nn.functional.linear``, which has no Python signature."""
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        is_head = len(weight) == self.n_classes and weight.is_leaf and input.ndim == 3
+        if is_head and not torch.is_autocast_enabled(input.device.type):
+            return DeferredLogits.of(input, Head(weight, bias))
+        return linear(input, weight, bias)
 
 
 class MarginsOfTokens(nn.Module):
@@ -124,8 +119,7 @@ class MarginsOfTokens(nn.Module):
     does not end in a linear layer and entrywise functions, all logits are computed together.
 
     Attributes:
-        output: The model output f, computed from margins. Up to rounding, f is the same as if
-            computed from logits.
+        output: The model output f as a function of margins, the same up to rounding.
         n_classes: Size of the vocabulary, known after the first call of the model.
         is_deferred: Whether the last call computed logits in pieces.
     """
@@ -170,16 +164,11 @@ class MarginsOfTokens(nn.Module):
 
     def told(self, n_tokens: int) -> str:
         """Return a notice on how logits are computed. The model must have been called before."""
-        logits = f"{n_tokens} tokens have {n_tokens} x {self.n_classes} logits. They are computed"
+        way = "together, because the model does not end in a linear layer and entrywise functions"
         if self.is_deferred:
-            return (
-                f"{logits} a few tokens at a time, and computed again in the backward pass, which "
-                "needs less memory."
-            )
-        return (
-            f"{logits} together, because the model does not end in a linear layer and entrywise "
-            "functions."
-        )
+            way = "a few tokens at a time, and again in the backward pass, which needs less memory"
+        logits = f"{n_tokens} tokens have {n_tokens} x {self.n_classes} logits"
+        return f"{logits}. They are computed {way}."
 
 
 def vocabulary_size(model: nn.Module) -> int:

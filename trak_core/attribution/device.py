@@ -5,6 +5,7 @@ import tempfile
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any, ParamSpec
@@ -26,11 +27,26 @@ _PRODUCTS: Sequence[Any] = (
 PRECISIONS = {"highest": "ieee", "high": "tf32"}
 
 
-def takes_cuda(name: str) -> bool:
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """The device and the limits of a computation, which affect results only through rounding.
+
+    ``batch_size`` is the largest number of samples in a batch. ``memory_mb``, the limit for arrays
+    in MiB, may reduce it. ``threads`` is the number of CPU threads for the projection.
+    """
+
+    device: torch.device
+    batch_size: int
+    memory_mb: int
+    threads: int
+
+
+def takes_cuda(name: str, *, projects: bool = False) -> bool:
     """Return whether the device ``name`` of a config is CUDA. ``auto`` is CUDA if it is available.
 
     Raises:
-        InputError: If the name is ``cuda`` and torch finds no CUDA device.
+        InputError: If the name is ``cuda`` and torch finds no CUDA device, or if ``projects`` is
+            true and the package that projects on CUDA devices is missing.
     """
     is_available = torch.cuda.is_available()
     if name == "cuda" and not is_available:
@@ -39,15 +55,20 @@ def takes_cuda(name: str) -> bool:
             "`nvidia-smi` and that torch is a CUDA build, or set compute.device to cpu or auto.",
             code="attribution.no_cuda",
         )
-    return name == "cuda" or (name == "auto" and is_available)
+    is_cuda = name == "cuda" or (name == "auto" and is_available)
+    if is_cuda and projects:
+        from trak_core.projection.cuda.project import require_numba_cuda  # only CUDA needs it
+
+        require_numba_cuda()
+    return is_cuda
 
 
-def find_device(name: str) -> torch.device:
+def find_device(name: str, *, projects: bool = False) -> torch.device:
     """Return the device for the name ``auto``, ``cpu`` or ``cuda`` in a config.
 
     A job reserves the first GPU that no other job has reserved. If there is none, the job waits.
     """
-    if not takes_cuda(name):
+    if not takes_cuda(name, projects=projects):
         return torch.device("cpu")
     gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     device = torch.device("cuda", hold_one(tuple(str(gpu.uuid) for gpu in gpus)))
@@ -59,9 +80,8 @@ def find_device(name: str) -> torch.device:
 def float32_precision(precision: str) -> Generator[None, None, None]:
     """Set the precision of float32 products in the context, and restore torch's settings on exit.
 
-    With ``highest``, matrix products and convolutions are computed in float32. (torch's default is
-    TF32 for convolutions on CUDA.) With ``high``, their factors are rounded to TF32, which has
-    three digits, on devices that support it. Sums are float32.
+    With ``highest``, factors of matrix products and convolutions are float32. (torch's default is
+    TF32 for convolutions on CUDA.) With ``high``, they are TF32 on devices that support it.
     """
     before = [product.fp32_precision for product in _PRODUCTS]
     set_float32_precision(precision)
@@ -109,9 +129,6 @@ def hold_one(names: tuple[str, ...]) -> int:
     The function waits until a GPU is free. A lock on a file in the system's temporary folder
     reserves a GPU. The system releases the lock when the process ends, even if it is killed. Every
     process on this machine must use the same name, such as a UUID, for the same GPU.
-
-    Raises:
-        InputError: If the folder's disk does not support locks (``model.gpu_locks``).
     """
     import fcntl  # This module does not exist on Windows.
 
@@ -126,7 +143,6 @@ def hold_one(names: tuple[str, ...]) -> int:
             except BlockingIOError:
                 os.close(descriptor)
             except OSError as error:
-                os.close(descriptor)
                 raise InputError(
                     f"{folder}: the folder for temporary files must be on a disk that supports "
                     f"file locks, which jobs need to share GPUs. Found {error.strerror}. Set "

@@ -1,28 +1,33 @@
 """The base class of attributors. It scores targets with stored features of training samples."""
 
-import contextlib
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import pandas as pd
 
-from trak_core.artifacts import FEATURES, GRAMIAN, NORMAL_MATRIX, ArtifactError, open_artifact
+from trak_core.artifacts import (
+    FEATURES,
+    GRAMIAN,
+    NORMAL_MATRIX,
+    Artifact,
+    ArtifactError,
+    open_artifact,
+)
 from trak_core.attribution.checkpoint_scorers import (
-    Compute,
     ExactScorer,
     MemoryPart,
     ProjectedScorer,
     Scorer,
     stored_columns,
 )
-from trak_core.attribution.device import float32_precision
+from trak_core.attribution.device import Compute, float32_precision
 from trak_core.attribution.fitted_checkpoint import (
     DampedGradients,
     DampedNormalMatrix,
@@ -30,34 +35,23 @@ from trak_core.attribution.fitted_checkpoint import (
 )
 from trak_core.attribution.gradient_method_record import Methods, method_for, recorded_methods
 from trak_core.attribution.loaded_model import LoadedModel
-from trak_core.attribution.score_formulas import checkpoint_weights, powered
+from trak_core.attribution.score_formulas import checkpoint_weights
 from trak_core.attribution.scores import Scores
 from trak_core.attribution.token_scores import Cut, token_tables
 from trak_core.attribution.write_features import projection_for
 from trak_core.errors import InputError
 from trak_core.gradients import Batch, GradientMethod
 from trak_core.runtime.progress import progress_bar
-from trak_core.settings import EXACT, Combine, FeaturesSpec, ScoresSpec
+from trak_core.settings import EXACT, FeaturesSpec, ScoresSpec
 from trak_core.study.dataset_split import Split
 from trak_core.study.given_data import split_of_data
 from trak_core.study.show_samples import sample_as_html
 from trak_core.study.study import Study
 
-_T = TypeVar("_T")
-
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The settings of an attributor, and its training samples once it is fitted.
-
-    Attributes:
-        spec: The settings that determine the scores.
-        compute: The device and the limits of computations, which affect results only through
-            rounding.
-        train: The training samples. None before ``fit``.
-        folder: The folder of the training samples' features and normal matrices.
-        study: The study that provides the samples, if there is one.
-    """
+    """The settings of an attributor, and the training samples and the folder of its files."""
 
     spec: ScoresSpec
     compute: Compute
@@ -67,10 +61,7 @@ class Setup:
 
 
 class FittedAttributor(ABC):
-    """The base class of ``Attributor`` and of finished runs (``trak_core.open``).
-
-    It scores targets with the stored features or Gramians of the training samples.
-    """
+    """The base class of ``Attributor`` and of finished runs (``trak_core.open``)."""
 
     _setup: Setup
 
@@ -81,16 +72,11 @@ class FittedAttributor(ABC):
         self._holds = True
 
     @property
-    def _spec(self) -> ScoresSpec:
-        return self._setup.spec
-
-    @property
     def _compute(self) -> Compute:
         return self._setup.compute
 
     @property
     def _train(self) -> Split:
-        """The training samples."""
         if self._setup.train is None:
             raise InputError(
                 "An attributor must be fitted before it scores. Call `fit(train_data)` first.",
@@ -101,12 +87,12 @@ class FittedAttributor(ABC):
     @property
     def checkpoints(self) -> list[str]:
         """Ids of the checkpoints, sorted."""
-        return self._spec.checkpoints
+        return self.settings.checkpoints
 
     @property
     def settings(self) -> ScoresSpec:
         """All settings that determine the scores, including defaults."""
-        return self._spec
+        return self._setup.spec
 
     def score(
         self,
@@ -139,22 +125,21 @@ class FittedAttributor(ABC):
             [f(c) for c in self.checkpoints] for f in (self._features, self._normal_matrix)
         )
         n_steps = len(self.checkpoints) * len(self._train.ids)
-        bar = progress_bar("self-influence", n_steps)
-        with self._at_work(), bar as counted, counted.counting():
-            columns, _ = self_influences(features, matrices, self._spec, self._compute.memory_mb)
+        with self._at_work(), progress_bar("self-influence", n_steps) as bar, bar.counting():
+            columns, _ = self_influences(features, matrices, self.settings, self._compute.memory_mb)
         return pd.DataFrame(columns).set_index("id")
 
     def tokens(self, scores: Scores, top: int = 10) -> tuple[pd.DataFrame, pd.DataFrame]:
         """Split the scores of each target's top training samples by tokens and by layers.
 
-        A score is the inner product of a vector with a sample's gradient. The gradient is a sum of
-        terms over tokens and parameters. The score of a token or a layer is the inner product of
-        the vector with the terms of that token or layer. Samples must be texts.
+        A score is the inner product of a vector with a sample's gradient, a sum over tokens and
+        parameters. The score of a token or layer is the inner product with its terms of the sum.
+        Samples must be texts.
 
         Args:
             scores: A result of ``score`` of this attributor.
-            top: The number of positive and of negative top influences to split for each target. It
-                must not be larger than the number that ``score`` kept.
+            top: The number of positive and of negative top influences to split for each target, at
+                most the number that ``score`` kept.
 
         Returns:
             Two tables. The first has columns ``target_id``, ``train_id``, ``side`` (``train`` or
@@ -175,9 +160,9 @@ class FittedAttributor(ABC):
         with self._at_work():
             return self._retry_with_memory(lambda: self._split_by_tokens(pairs, targets))
 
-    def _at_work(self) -> contextlib.AbstractContextManager[Any]:
+    def _at_work(self) -> AbstractContextManager[Any]:
         """Return a context in which samples and checkpoints can be read."""
-        return contextlib.nullcontext()
+        return nullcontext()
 
     @abstractmethod
     def _load(self, name: str) -> LoadedModel:
@@ -197,22 +182,25 @@ class FittedAttributor(ABC):
     def _normal_matrix(self, name: str) -> Path:
         return self._setup.folder / "normal_matrix" / f"{name}.h5"
 
+    def _open_features(self, name: str) -> AbstractContextManager[Artifact]:
+        kind = FEATURES if self._is_projected else GRAMIAN
+        return open_artifact(self._features(name), kind)
+
     @property
     def _is_projected(self) -> bool:
-        return not self._spec.features.is_exact
+        return not self.settings.features.is_exact
 
     def _check_projected(self, noun: str) -> None:
         if not self._is_projected:
             raise InputError(
                 f"{noun} need a random projection. Found `projection: "
-                f"{self._spec.features.projection['kind']}`. Choose another projection.",
+                f"{self.settings.features.projection['kind']}`. Choose another projection.",
                 code="attribution.no_features",
             )
 
     def _method_for(
         self, loaded: LoadedModel, few: Batch, *, reads_terms: bool = False
     ) -> GradientMethod:
-        """Return the gradient method. It is chosen once, unless a run has recorded it."""
         method = method_for(loaded, few, self._methods, reads_terms=reads_terms)
         for conditions, (name, _) in self._methods.items():  # each notice is printed once
             self._methods[conditions] = name, None
@@ -220,28 +208,23 @@ class FittedAttributor(ABC):
 
     @cached_property
     def _methods(self) -> Methods:
-        return recorded_methods(self._setup.folder, self._spec.features)
+        return recorded_methods(self._setup.folder, self.settings.features)
 
     def _file_spec(self, name: str, loaded: LoadedModel) -> dict[str, Any]:
-        own = self._spec.under(name).of_train()
+        own = self.settings.under(name).of_train()
         projection = projection_for(loaded, own).scaled() if self._is_projected else {"kind": EXACT}
         # With None for these keys, the spec differs from that of a file that sets one of them.
         return dict.fromkeys(FeaturesSpec.LEFT_OUT) | loaded.file_spec(own, projection)
 
     def _score(self, targets: Split, *, keep: str, top: int) -> Scores:
-        if keep not in {"full", "top_k"}:
-            raise InputError(
-                f"`keep` must be full or top_k. Found {keep!r}.", code="attribution.scoring"
-            )
         n_steps = len(targets.ids) if self._is_projected else len(self._train.ids)
         with ExitStack() as stack, self._at_work():
-            bar = progress_bar("score", len(self.checkpoints) * n_steps)
-            with bar as counted, counted.counting():
+            with progress_bar("score", len(self.checkpoints) * n_steps) as bar, bar.counting():
                 parts = self._retry_with_memory(lambda: self._parts(targets, stack))
             return Scores.of_parts(
                 parts,
                 [part.rows for part in parts],
-                self._spec,
+                self.settings,
                 keep=keep,
                 top=top,
                 memory_mb=self._compute.memory_mb,
@@ -249,9 +232,9 @@ class FittedAttributor(ABC):
                 samples=targets,
             )
 
-    def _retry_with_memory(self, compute: Callable[[], _T]) -> _T:
+    def _retry_with_memory(self, compute: Callable[[], Any]) -> Any:
         """Return ``compute()``. If memory is insufficient, free all scorers and try again."""
-        with float32_precision(self._spec.features.precision):
+        with float32_precision(self.settings.features.precision):
             try:
                 return compute()
             except InputError as error:
@@ -284,17 +267,15 @@ class FittedAttributor(ABC):
         if name in self._held:
             return self._held[name]
         loaded = self._load(name)
-        own = self._spec.under(name)
+        own = self.settings.under(name)
         with ExitStack() as files:
-            path = self._features(name)
-            kind = FEATURES if self._is_projected else GRAMIAN
-            file = files.enter_context(open_artifact(path, kind))
+            file = files.enter_context(self._open_features(name))
             expected = self._file_spec(name, loaded)
             differ = [key for key in expected if expected[key] != file.spec.get(key)]
             if not differ and file.ids("sample_ids") != self._train.ids:
                 differ = ["sample_ids"]
             if differ:
-                self._refuse(path, differ)
+                self._refuse(file.path, differ)
             train = self._train, stored_columns(file)
             if self._is_projected:
                 with open_artifact(self._normal_matrix(name), NORMAL_MATRIX) as matrix:
@@ -336,28 +317,23 @@ class FittedAttributor(ABC):
     def _split_by_tokens(
         self, pairs: pd.DataFrame, targets: Split
     ) -> tuple[pd.DataFrame, pd.DataFrame]:
-        train_ids = [*dict.fromkeys(pairs["train_id"].tolist())]
-        train_rows = {sample_id: i for i, sample_id in enumerate(self._train.ids)}
-        rows = [train_rows[train_id] for train_id in train_ids]
-        columns = []
-        for key, ids in (("train_id", train_ids), ("target_id", targets.ids)):
-            position_of = {sample_id: i for i, sample_id in enumerate(ids)}
-            columns.append([position_of[sample_id] for sample_id in pairs[key].tolist()])
-        positions = list(zip(*columns, strict=True))
+        """Return the result of ``tokens``. The targets are in the order of their first pairs."""
+        train_of, train_ids = pd.factorize(pairs["train_id"])
+        target_of, _ = pd.factorize(pairs["target_id"])
+        positions = list(zip(train_of.tolist(), target_of.tolist(), strict=True))
+        row_of = {sample_id: row for row, sample_id in enumerate(self._train.ids)}
+        rows = [row_of[train_id] for train_id in train_ids.tolist()]
         cuts: list[tuple[Cut, Cut]] = []
-        powers, norms = [], []
+        loss_weights, norms = [], []
         n_steps = len(self.checkpoints) * (len(rows) + 2 * len(targets.ids))
         with progress_bar("tokens", n_steps) as bar, bar.counting():
             for name in self.checkpoints:
                 with ExitStack() as stack:
                     scorer = self._scorer(name, stack)
                     assert isinstance(scorer, ProjectedScorer)
-                    cuts.append(
-                        scorer.cut(rows, targets, positions, self._compute_beside_held(name))
-                    )
-                    loss_weights = scorer.train[1]["loss_weights"][rows]
-                    powers.append(powered(loss_weights, self._spec.loss_weight_power or 1.0))
+                    compute = self._compute_beside_held(name)
+                    cuts.append(scorer.cut(rows, targets, positions, compute))
+                    loss_weights.append(scorer.train[1]["loss_weights"][rows])
                     norms.append(scorer.damped.norm or 1.0)
-        combine = Combine(self._spec.combine)
-        weights = checkpoint_weights(np.stack(powers), np.array(norms), combine)
-        return token_tables(pairs, cuts, weights[:, columns[0]])
+        weights = checkpoint_weights(np.stack(loss_weights), np.array(norms), self.settings)
+        return token_tables(pairs, cuts, weights[:, train_of])

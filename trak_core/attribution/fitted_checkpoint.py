@@ -19,19 +19,13 @@ from trak_core.artifacts import (
     open_artifact,
     software,
 )
-from trak_core.attribution.score_formulas import (
-    combined,
-    most_frequent,
-    powered,
-    similarities,
-    unit_rows,
-)
+from trak_core.attribution.score_formulas import combined, most_frequent, powered, unit_rows
 from trak_core.attribution.solve import (
     DampedGramian,
     DampedMatrix,
     Spectrum,
-    divide_by_lengths,
     extreme_eigenvalues,
+    inverse_lengths,
     mean_squared_norm,
     train_norm,
     weighted_gramians,
@@ -48,27 +42,20 @@ ReadRows = Callable[[int, int], np.ndarray]
 class Part(Protocol):
     """One checkpoint's data for combining scores over checkpoints, in a file or in memory.
 
-    Vectors are ``loss_weights`` (n,), and ``ids``, ``labels``, ``outputs`` and ``predictions`` of
-    the training samples and of the targets, such as ``train_labels``. The scalar ``train_norm`` is
-    ||B||. It exists only if scores are divided by it.
+    ``vector`` returns entries of ``loss_weights`` (n,), or of ``ids``, ``labels``, ``outputs`` or
+    ``predictions`` of the training samples or targets, such as ``train_labels``. ``scalar`` returns
+    ``train_norm``, the norm ||B||, if scores are divided by it.
     """
 
-    def vector(self, key: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return the entries of a vector for the samples from ``start`` to ``stop``."""
-        ...
+    def vector(self, key: str, start: int = 0, stop: int | None = None) -> np.ndarray: ...
 
-    def scalar(self, key: str) -> float:
-        """Return the number that is stored under ``key``."""
-        ...
+    def scalar(self, key: str) -> float: ...
 
 
 def read_rows(
     values: Rows | np.ndarray, *, normalize: bool = False, first: int | None = None
 ) -> ReadRows:
-    """Return a function that reads rows of features (n, k), or of the columns before ``first``.
-
-    With ``normalize``, rows are divided by their norms and returned in float64.
-    """
+    """Return a function that reads rows of a matrix, or of its columns before ``first``."""
     if not normalize:
         return lambda start, stop: values[start:stop, :first]
     return lambda start, stop: unit_rows(values[start:stop, :first])
@@ -77,17 +64,18 @@ def read_rows(
 def similarity_rows(phi: ReadRows, solved: Rows | np.ndarray) -> ReadRows:
     """Return a function that computes rows of A_c = Phi_c X from rows of Phi_c.
 
-    ``phi`` reads rows of Phi_c, and ``solved`` is X = (N + ridge I)^-1 T_c^T, shape (k, m).
-    Products are computed for ``CHUNK_ROWS`` rows at a time, so a row's result is bitwise the same
-    in every block that starts at a multiple of ``CHUNK_ROWS``. If X is in a file, it is read again
-    for every block.
+    ``solved`` is X = (N + ridge I)^-1 T_c^T, shape (k, m), which is read again for every block if
+    it is in a file. Products are computed for ``CHUNK_ROWS`` rows at a time, so a row's result is
+    bitwise the same in every block that starts at a multiple of ``CHUNK_ROWS``.
+
+    Source: Park et al., "TRAK", ICML 2023, equation 16.
     """
 
     def products(start: int, stop: int) -> np.ndarray:
         rows, of_all = phi(start, stop), solved[:]
         values = np.empty((len(rows), of_all.shape[1]))
         for i in range(0, len(rows), CHUNK_ROWS):
-            values[i : i + CHUNK_ROWS] = similarities(rows[i : i + CHUNK_ROWS], of_all)
+            values[i : i + CHUNK_ROWS] = rows[i : i + CHUNK_ROWS].astype(np.float64) @ of_all
         return values
 
     return products
@@ -124,13 +112,9 @@ def write_normal_matrix(
 ) -> None:
     """Write N = Phi^T W Phi, its extreme eigenvalues, and the mean of w_i |phi_i|^2.
 
-    With ``label_draws``, N is copied from the file of features instead (see ``SampledNormal``).
-
-    Training features are read once, block by block. If ``spec.norm_power`` is set, all eigenvalues
-    and the k x k products of ``Spectrum.norm_products`` are written too. They determine ||B|| for
-    any damping without another pass over the features.
-
-    Source: docs/explanation/scores.md, "The formula".
+    With ``label_draws``, N is copied from the file of features instead (see ``SampledNormal``). If
+    ``spec.norm_power`` is set, all eigenvalues and the products of ``Spectrum.norm_products`` are
+    written too. They determine ||B|| for any damping without another pass over the features.
     """
     check_made_for(train, spec.features)
     values = train.matrix("features")
@@ -177,11 +161,9 @@ def write_normal_matrix(
 
 @dataclass(frozen=True, slots=True)
 class DampedNormalMatrix:
-    """The damped normal matrix N + ridge I of one checkpoint, factorized.
+    """The factorized matrix N + ridge I of one checkpoint, with ridge = damping mean w_i |phi_i|^2.
 
-    Attributes:
-        damped: The factorization, with ridge = damping * mean_i w_i |phi_i|^2.
-        norm: ||B||. None if scores are not divided by it.
+    ``norm`` is ||B||, or None if scores are not divided by it.
     """
 
     damped: DampedMatrix
@@ -236,12 +218,8 @@ class DampedGradients:
     for drawn labels. The Gramian is R R^T. The normal matrix R^T W R uses only the drawn labels: W
     is 1 / S for their gradients and 0 for gradients of the model output.
 
-    Attributes:
-        damped: The factorized Gramian.
-        inverse_lengths: Factors of the rows of R J_t^T, shape (n, 1), or None for 1. With
-            ``normalize``, the factors are 1 / |g_i| for the training gradients g_i.
-        n_samples: The number n of training samples.
-        norm: ||B||. None if scores are not divided by it.
+    ``inverse_lengths`` are 1 / |g_i| of the training gradients g_i, by which rows of R J_t^T are
+    multiplied, or None for 1. ``norm`` is ||B||, or None if scores are not divided by it.
     """
 
     damped: DampedGramian
@@ -249,27 +227,23 @@ class DampedGradients:
     n_samples: int
     norm: float | None
 
-    @property
-    def n_rows(self) -> int:
-        """The number of rows of the Gramian."""
-        return len(self.damped.gramian)
-
     @classmethod
     def read(cls, train: Artifact, spec: ScoresSpec) -> Self:
         """Factorize a stored Gramian of the training samples."""
         weights, gramian = normal_weights(train, spec.curvature_power), stored_products(train)
-        n, draws, inverse_lengths = len(weights), spec.features.label_draws, None
+        n, draws, inverse = len(weights), spec.features.label_draws, None
         if draws:
             weights = np.repeat([0.0, 1 / draws], [n, n * draws])
         if spec.normalize:
-            inverse_lengths = np.ones((n, 1))
-            divide_by_lengths(gramian, inverse_lengths)
+            inverse = inverse_lengths(gramian)
+            gramian *= inverse
+            gramian *= inverse.T
         # Damping refers to a mean over n samples. ``factorize`` takes the mean over n (1 + S) rows.
         damped = DampedGramian.factorize(gramian, weights, spec.damping * (1 + draws))
         norm = None
         if spec.norm_power is not None:
             norm = damped.train_norm(powered(train.vector("loss_weights"), spec.norm_power))
-        return cls(damped, inverse_lengths, n, norm)
+        return cls(damped, inverse, n, norm)
 
     def similarities(self, cross: np.ndarray) -> np.ndarray:
         """Return A_c, shape (n, m), from the products R J_t^T of ``inner_products``."""
@@ -281,8 +255,7 @@ class DampedGradients:
 def training_table(files: Sequence[Artifact]) -> dict[str, Any]:
     """Return ``id``, ``label``, ``prediction`` and ``output`` of the training samples, (n,) each.
 
-    Predictions and outputs are combined over ``files``, which are checkpoints' features or
-    Gramians.
+    Predictions and outputs are combined over checkpoints, whose features or Gramians are ``files``.
     """
     labels = files[0].vector("labels")
     predictions, outputs = (
@@ -303,13 +276,13 @@ def self_influences(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the absolute value of every training sample's score for itself.
 
-    The products A_c[i, i] Q_c[i]^power are combined over checkpoints like scores. Predictions and
-    outputs are combined over the last checkpoints of all runs. ``features`` and ``normal_matrices``
-    contain one file for each checkpoint of ``spec``. Returns the columns ``id``, ``label``,
-    ``prediction``, ``output`` and ``self_influence``, shape (n,) each, and the spec to store.
+    The products A_c[i, i] Q_c[i]^power are combined over checkpoints like scores. ``features`` and
+    ``normal_matrices`` contain one file for each checkpoint of ``spec``. Returns the columns of
+    ``training_table`` for the last checkpoints of all runs, with the column ``self_influence``,
+    shape (n,), and the spec to store.
 
     Source: Koh and Liang, "Understanding Black-box Predictions via Influence Functions", ICML 2017,
-        section 5.4 (self-influence); docs/explanation/scores.md, "What a score says".
+        section 5.4.
     """
     assert spec.loss_weight_power is not None
     addends = []

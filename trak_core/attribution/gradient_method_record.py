@@ -29,10 +29,9 @@ def method_for(
     """Return the gradient method for the conditions of ``few``, and print its notice.
 
     If ``methods`` has no choice for these conditions, the gradients of the first two samples of
-    ``few`` are compared, and the choice is added to ``methods``. Conditions are, for example, the
-    device, the ranks and dtypes of the inputs, and whether logits are computed in pieces. With
-    ``reads_terms``, the method must compute the terms that sum to a gradient, which excludes plain
-    autograd, and the choice is not added.
+    ``few`` are compared, and the choice is added to ``methods``. With ``reads_terms``, the method
+    must compute the terms that sum to a gradient, which excludes plain autograd, and the choice is
+    not added.
     """
     conditions = _conditions(loaded, few)
     name, notice = methods.get(conditions, (None, None))
@@ -59,9 +58,8 @@ def recorded_method_for(
     """Return the result of ``method_for``, using the record of the run that writes ``artifact``.
 
     For each set of conditions, the first job compares gradients and records its choice in the
-    results folder. A record that is damaged or belongs to another model or ``code`` is ignored. The
-    choice affects results only through rounding. If no record can be written, every job compares
-    gradients.
+    results folder. A record that is damaged or belongs to another model or ``code`` is ignored. If
+    no record can be written, every job compares gradients.
     """
     folders = (folder for folder in artifact.parents if read_record(folder / CONFIG_RECORD))
     record = next((folder / RECORD for folder in folders), None)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from trak_core.artifacts import GRAMIAN, create, software
 from trak_core.attribution.batch_by_length import StoredSamples
-from trak_core.attribution.device import device_name
-from trak_core.attribution.label_draws import LabelDraws, no_loss_noise
+from trak_core.attribution.device import Compute, device_name
+from trak_core.attribution.label_draws import LabelDraws
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.sample_outputs import write_columns
 from trak_core.config.memory_needs import gramian_need
@@ -42,16 +42,15 @@ def write_gramian(
     data: Split,
     targets: Split | None,
     spec: FeaturesSpec,
+    compute: Compute,
     *,
     code: str,
-    batch_size: int,
-    memory_mb: int,
 ) -> None:
     """Write inner products of the training samples ``data`` with each other or with targets."""
     own, where = targets or data, device_name(loaded.device)
     n, m = len(data.ids), len(own.ids)
     log(f"{spec.split}: inner products of {n} x {m} gradients on {where}")
-    values, columns = inner_products(loaded, data, targets, spec, batch_size, memory_mb)
+    values, columns = inner_products(loaded, data, targets, spec, compute)
     variety = Variety()
     variety.add(values[:n, :m].T)
     variety.check("targets" if targets else "training samples", must_differ=targets is None)
@@ -65,23 +64,16 @@ def write_gramian(
 
 
 def inner_products(
-    loaded: LoadedModel,
-    data: Split,
-    targets: Split | None,
-    spec: FeaturesSpec,
-    batch_size: int,
-    memory_mb: int,
+    loaded: LoadedModel, data: Split, targets: Split | None, spec: FeaturesSpec, compute: Compute
 ) -> tuple[np.ndarray, list[Tensor]]:
     """Return inner products of gradients, R R^T, or R J_t^T if there are targets, float64.
 
     The first n rows of R are J, the training samples' gradients of the model output. With S
     ``label_draws``, n rows follow for each draw: the gradients for the labels that ``LabelDraws``
-    draws. The rows of J_t are the targets' gradients.
+    draws. The rows of J_t are the targets' gradients. Float32 products are summed in float64.
 
     Three quarters of the memory hold a block of rows of the right factor, which is multiplied by
     batches of the left factor. Therefore training samples are differentiated once for each block.
-    Float32 products are summed in float64. The result must fit into ``memory_mb``. The batch size
-    and the memory limit affect only rounding.
 
     The second returned value contains the label numbers and ``PerSample.columns`` of the targets,
     or of the training samples if there are no targets.
@@ -89,15 +81,13 @@ def inner_products(
     n_rows = 1 + spec.label_draws
     others, n_other_rows = (data, n_rows) if targets is None else (targets, 1)
     need = gramian_need(len(data.ids) * n_rows, len(others.ids) * n_other_rows)
-    need.check(memory_mb)
+    need.check(compute.memory_mb)
     draws = None
     if spec.label_draws:
         draws = LabelDraws(spec.label_draws, stream_of(spec.checkpoint or ""))
-        if loaded.output.loss_noise is None:
-            raise no_loss_noise()
     splits = [data] if targets is None else [targets, data]
     stored = [loaded.stored(samples) for samples in loaded.ordered(*splits)]
-    left_mb = max(0, memory_mb - need.fixed_bytes // 2**20)
+    left_mb = max(0, compute.memory_mb - need.fixed_bytes // 2**20)
     method, room = _prepared(loaded, stored, draws, left_mb)
     train = _Rows(loaded, method, stored[-1], draws)
     right = train if targets is None else _Rows(loaded, method, stored[0], None)
@@ -108,7 +98,7 @@ def inner_products(
     room = replace(room, budget_bytes=room.budget_bytes - block * right.bytes_of_sample)
     log(f"gradients of {block} {'training samples' if targets is None else 'targets'} in memory")
     values = np.empty((len(data.ids) * n_rows, len(others.ids) * n_other_rows))
-    columns = _fill(values, train, right, block, batch_size, room)
+    columns = _fill(values, train, right, block, compute.batch_size, room)
     bad = (~columns[1].isfinite()).nonzero().flatten().tolist()
     if bad:
         refuse_not_finite([others.ids[i] for i in bad], "Model outputs")
@@ -164,11 +154,9 @@ class _Rows:
 
     @property
     def bytes_of_sample(self) -> int:
-        """The size of a sample's rows in bytes."""
         return self.of_sample * _row_bytes(self.loaded)
 
     def zeros(self, n_samples: int) -> Tensor:
-        """Return zeros in the shape of the rows of ``n_samples`` samples."""
         shape = self.of_sample * n_samples, n_params(self.loaded.parameters)
         return torch.zeros(shape, dtype=_dtype(self.loaded), device=self.loaded.device)
 
@@ -253,11 +241,7 @@ def _fill(
 
 
 def _products(a: Tensor, b: Tensor) -> np.ndarray:
-    """Return a b^T, float64, for matrices with p columns.
-
-    Products over ``_ENTRIES`` columns are summed in float64. If p is not larger than ``_ENTRIES``,
-    everything is computed in float64, which costs little.
-    """
+    """Return a b^T, float64. Matrices with few columns are multiplied in float64 at little cost."""
     if a.shape[1] <= _ENTRIES:
         left = a.double()
         return np.hstack([(left @ part.double().T).cpu().numpy() for part in b.split(_ROWS)])

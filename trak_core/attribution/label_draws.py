@@ -1,17 +1,21 @@
-"""Draw labels from the model's predicted distribution, to replace the labels of the study."""
+"""Draw labels from the model's predicted distribution, and compute their normal matrix."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+from scipy.linalg.blas import dsyrk  # pyright: ignore[reportAttributeAccessIssue] -- made at run time
 from torch import Tensor
 
 from trak_core.attribution.loaded_model import LoadedModel
+from trak_core.attribution.project_gradients import queued_features
+from trak_core.attribution.solve import fill_upper
 from trak_core.errors import InputError
-from trak_core.gradients import Batch, in_evaluation_mode
+from trak_core.gradients import Batch, GradientMethod, in_evaluation_mode
 from trak_core.model_outputs.model_output import ModelOutput, rows_in
+from trak_core.settings import ProjectionSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +24,9 @@ class LabelDraws:
 
     The random numbers depend on the seed, the stream, the sample's id and the number of draws, but
     not on the sizes and the order of batches. Rounding may still change a label whose random number
-    lies on the boundary between two labels.
+    lies on the boundary between two labels. Logits in pieces are not supported.
 
-    Logits in pieces and model outputs that read several tensors are not supported.
-
-    Attributes:
-        n_draws: S, at least 1.
-        stream: The number of the checkpoint (see ``stream_of``).
-        seed: The seed, which is the same for all checkpoints.
+    ``n_draws`` is at least 1. ``stream`` is the number of the checkpoint (see ``stream_of``).
     """
 
     n_draws: int
@@ -35,26 +34,31 @@ class LabelDraws:
     seed: int = 0
 
     def bytes_of_sample(self, loaded: LoadedModel, few: Batch) -> int:
-        """Return the bytes that one sample needs for logits, z, probabilities and their sums."""
+        """Check that labels can be drawn. Return the bytes that drawing them for a sample needs."""
         with torch.no_grad(), in_evaluation_mode(loaded.model):
-            rows = rows_in(loaded.output.read(few.given_to(loaded.model)), len(few))
-        return 4 * 4 * sum(tensor[0].numel() for tensor in rows)
+            read = loaded.output.read(few.given_to(loaded.model))
+        if loaded.output.loss_noise is None or not isinstance(read, Tensor):
+            raise InputError(
+                "label_draws needs a ModelOutput that has `loss_noise` and reads one tensor. Found "
+                "another model output. Remove label_draws.",
+                code="model.no_loss_noise",
+            )
+        rows_in(read, len(few))
+        return 4 * 4 * read[0].numel()
 
     def drawn(
         self, loaded: LoadedModel, batch: Batch, ids: Sequence[object]
     ) -> Iterator[tuple[ModelOutput, Batch]]:
         """Yield f = <logits, z> for each draw, and the batch with z instead of the labels.
 
-        The gradient of f is B^T z, where B is the derivative of a sample's logits with respect to
-        the parameters and z is drawn by ``ModelOutput.loss_noise``.
+        The gradient of f is B^T z, where B is the Jacobian of a sample's logits, and z is drawn by
+        ``ModelOutput.loss_noise``.
         """
         noise = loaded.output.loss_noise
         output = ModelOutput(value=lambda read, z: (read * z).sum(), read=loaded.output.read)
         with torch.no_grad(), in_evaluation_mode(loaded.model):
             read = loaded.output.read(batch.given_to(loaded.model))
-        if noise is None or not isinstance(read, Tensor):
-            raise no_loss_noise()
-        rows_in(read, len(batch))
+        assert noise is not None
         labels = batch.labels
         uniform = np.stack([self._uniform(sample_id, labels.shape[1:]) for sample_id in ids])
         if batch.gives_labels:
@@ -83,10 +87,51 @@ class LabelDraws:
         return np.random.default_rng(seed).random((*shape, self.n_draws), dtype=np.float32)
 
 
-def no_loss_noise() -> InputError:
-    """Return the error for a model output whose labels cannot be drawn."""
-    return InputError(
-        "label_draws needs a ModelOutput that has `loss_noise` and reads one tensor. Found "
-        "another model output. Remove label_draws.",
-        code="model.no_loss_noise",
-    )
+@dataclass(slots=True)
+class SampledNormal:
+    """The sum N = 1/S sum_i sum_s phi_is phi_is^T over samples i and S draws s, shape (k, k).
+
+    phi_is = scale R^T B_i^T z_is is a gradient, projected by R, with B and z of ``LabelDraws``. The
+    expectation of N is scale^2 R^T G R, where G is the Gauss-Newton matrix of the training loss. G
+    is the Fisher matrix if the loss is minus the log-probability of the label.
+
+    Source: Martens, "New Insights and Perspectives on the Natural Gradient Method", JMLR 2020,
+        sections 5 and 9.
+
+    ``total`` is the sum of the terms so far, float64. ``add`` fills the lower triangle.
+    """
+
+    projection: ProjectionSpec
+    n_draws: int
+    total: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        k = self.projection.proj_dim
+        self.total = np.zeros((k, k), order="F")
+
+    @property
+    def draws(self) -> LabelDraws:
+        return LabelDraws(self.n_draws, self.projection.stream, self.projection.seed)
+
+    def add(
+        self,
+        method: GradientMethod,
+        loaded: LoadedModel,
+        batch: Batch,
+        ids: Sequence[object],
+        threads: int,
+    ) -> None:
+        """Add the terms of a batch. If an error is raised, the sum is unchanged."""
+        given, more = (loaded.model, loaded.parameters), (self.projection, ids, threads)
+        parts = [
+            queued_features(method, *given, *labelled, *more, loaded.scales).wait()[0]
+            for labelled in self.draws.drawn(loaded, batch, ids)
+        ]
+        rows = np.concatenate(parts).astype(np.float64)
+        # The sum is column-major, so that BLAS adds to it without a copy.
+        dsyrk(1 / self.n_draws, rows.T, beta=1.0, c=self.total, lower=1, overwrite_c=1)
+
+    def matrix(self) -> np.ndarray:
+        """Return N, float64, exactly symmetric. No batch can be added after this call."""
+        fill_upper(self.total)
+        return self.total

@@ -15,7 +15,7 @@ from trak_core.attribution.deferred_logits import MarginsOfTokens, vocabulary_si
 from trak_core.attribution.device import set_float32_precision
 from trak_core.attribution.sample_outputs import N_OTHERS, OTHERS_SEED, model_output
 from trak_core.dependency_digests import parameters_digest
-from trak_core.errors import InputError, is_out_of_memory
+from trak_core.errors import InputError
 from trak_core.gradients import (
     Batch,
     MemoryByLength,
@@ -59,13 +59,10 @@ _LOGIT_PIECES_BYTES = 4 * PIECE_BYTES
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model with the weights of a checkpoint, on a device.
+    """A model with the weights of a checkpoint, on a device, and the model output f.
 
     Attributes:
-        model: The model.
         parameters: The parameters to differentiate, by name.
-        output: The model output f.
-        device: The model's device.
         checkpoint_digests: SHA-256 digests of the weight files (key ``sha256``), and of other files
             that affect results.
         blocks: The model's repeated blocks. If a sample needs much memory, their activations are
@@ -102,13 +99,10 @@ class LoadedModel:
         output_of: Callable[[nn.Module], ModelOutput],
         device: torch.device,
     ) -> Self:
-        """Return the model with weights from a file, folder or state dict. None keeps its weights.
-
-        ``output_of`` returns the model output for the model with these weights.
-        """
+        """Return the model with weights from a path or state dict. None keeps its weights."""
         model = model_to_load(make_model, weights) if isinstance(weights, Path) else make_model()
         # The model is moved before its weights are read, so that no second copy is in memory.
-        _move(model, device)
+        model.to(device)
         if isinstance(weights, Path):
             part = (spec.state_dicts or {}).get(spec.checkpoint or "")
             digests = load_checkpoint(model, weights, part)
@@ -135,7 +129,7 @@ class LoadedModel:
         return cls(model, parameters, output, device, digests, blocks, scales)
 
     def ordered(self, *splits: Split, window: int | None = None) -> list[OrderedSamples]:
-        """Return the samples of splits in the order of ``order_samples``."""
+        """Return the result of ``order_samples`` for this model."""
         return order_samples(splits, self.model, self.output, window)
 
     def batch(self, samples: OrderedSamples, start: int, stop: int) -> Batch:
@@ -145,10 +139,7 @@ class LoadedModel:
     def checked(
         self, samples: OrderedSamples, start: int, stop: int, n_classes: int | None
     ) -> Batch:
-        """Return the result of ``batch``, after checking labels on the CPU.
-
-        A check on a GPU would have to wait for the GPU.
-        """
+        """Return the result of ``batch``, after checking labels without waiting for a GPU."""
         batch = samples.batch(start, stop)
         check_labels(batch.labels, self.output, n_classes, samples.split.ids[start:stop])
         return self._on_device(batch)
@@ -178,18 +169,14 @@ class LoadedModel:
         return StoredSamples(samples, [self.batch(samples, i, i + 1) for i in range(len(samples))])
 
     def few_checked(self, stored: StoredSamples) -> Batch:
-        """Return the samples that ``few`` returns, after checking the labels of all samples."""
+        """Return the samples of ``few``, after checking the labels of all samples."""
         few, n_classes = self.few(stored.samples)
         for part, sample_id in zip(stored.parts, stored.samples.split.ids, strict=True):
             check_labels(part.labels, self.output, n_classes, [sample_id])
         return few
 
     def few(self, samples: OrderedSamples) -> tuple[Batch, int | None]:
-        """Return a few samples, the longest text first, and the result of ``count_classes``.
-
-        Raises:
-            InputError: If the model does not accept the samples or their labels.
-        """
+        """Return a few samples, the longest text first, and the result of ``count_classes``."""
         positions = samples.few(_FEW)
         few = joined([self.batch(samples, i, i + 1) for i in positions])
         with samples.naming_longest():
@@ -202,21 +189,20 @@ class LoadedModel:
     def memory(self, few: Batch, memory_mb: int) -> MemoryByLength:
         """Return the measured memory that is needed to differentiate a sample.
 
-        If the longest text needs more than ``memory_mb``, all later backward passes recompute the
-        activations of the model's repeated blocks, and a notice is printed.
+        If it exceeds ``memory_mb``, later backward passes recompute activations, with a notice.
         """
         try:
-            if not self.blocks.is_on and self.blocks.found:
-                budget = budget_bytes(self.device, memory_mb)
-                with suppress(TooMuchMemoryError):
-                    needed = self._memory(few, budget)
-                    if needed.of_longest.of(1) <= budget:
-                        return needed
-                self.blocks.start()
-                needed = self._memory(few, None)
-                print_line(f"Notice: {self.blocks.told()}")
-                return needed
-            return self._memory(few, None)
+            if self.blocks.is_on or not self.blocks.found:
+                return self._memory(few, None)
+            budget = budget_bytes(self.device, memory_mb)
+            with suppress(TooMuchMemoryError):
+                needed = self._memory(few, budget)
+                if needed.of_longest.of(1) <= budget:
+                    return needed
+            self.blocks.start()
+            needed = self._memory(few, None)
+            print_line(f"Notice: {self.blocks.told()}")
+            return needed
         finally:
             release_freed_memory()
 
@@ -230,9 +216,8 @@ class LoadedModel:
     def reproduces(self, data: Split, columns: Mapping[str, np.ndarray]) -> bool:
         """Return whether the model reproduces ``outputs`` and ``loss_weights``, up to rounding.
 
-        Eight samples, spread over the split, are compared. This detects most changes of the model's
-        code, the output function and the data. ``columns`` are the stored values of all samples,
-        shape (n,) each.
+        Eight samples are compared, which detects most changes of the model's code, the output
+        function and the data. ``columns`` are the stored values of all samples, shape (n,) each.
         """
         rows = np.unique(np.linspace(0, len(data.ids) - 1, _COMPARED).astype(int))
         functions = self.output.value, self.output.loss_weight
@@ -257,15 +242,11 @@ class LoadedModel:
         check_samples_apart(self.model, self.output, few.rows(slice(0, max(2, at_once))))
 
     def file_spec(self, spec: FeaturesSpec, projection: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all settings that determine the content of a file. They are stored in the file.
-
-        ``projection`` is the spec of the projection. For exact scores, it contains only ``kind``.
-        """
+        """Return all settings that determine the content of a file, to store them in the file."""
+        shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         file_spec = spec.as_dict() | {
             "projection": dict(projection),
-            "parameters_digest": parameters_digest({
-                n: p.shape for n, p in self.parameters.items()
-            }),
+            "parameters_digest": parameters_digest(shapes),
             "checkpoint": {"id": spec.checkpoint, **self.checkpoint_digests},
         }
         if about_output(spec.model_output).needs_pairs:
@@ -278,18 +259,3 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
-
-
-def _move(model: nn.Module, device: torch.device) -> None:
-    try:
-        model.to(device)
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        n_bytes = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-        raise InputError(
-            f"The model needs {-(-n_bytes // 2**20)} MiB, which must fit into the memory of "
-            f"{device}. The memory ran out. Use a larger GPU, a smaller dtype in make_model(), or "
-            "`compute: {device: cpu}`.",
-            code="study.model_size",
-        ) from error

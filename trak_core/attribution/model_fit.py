@@ -25,8 +25,7 @@ class Fit:
         measure: Sentences in ASCII that state ``value`` and ``guess``.
         value: The models' fraction of correct predictions, or their R2 for regression. None if all
             labels of a regression are equal.
-        guess: The relative frequency of the most frequent label. For regression it is 0, the R2 of
-            always predicting the mean label.
+        guess: The relative frequency of the most frequent label, or the R2 of the mean label, 0.
         is_doubtful: Whether the models are not better than the guess (for classes and parts, by two
             standard errors), predict most classes wrong, or confuse classes with each other.
     """
@@ -40,9 +39,8 @@ class Fit:
 def fit_of(columns: pd.DataFrame, about: About, train: Split) -> Fit | None:
     """Return how well models fit their training samples, or None if predictions are not labels.
 
-    ``columns`` contains the columns ``id``, ``label`` and ``prediction`` of the table ``train`` in
-    a scores file. If labels have several parts, at most 256 samples of ``train`` are read to
-    determine the guess.
+    ``columns`` has the columns ``id``, ``label`` and ``prediction``. Samples of ``train`` are read
+    only to determine the guess for labels with several parts.
     """
     labels, predictions = (columns[key].to_numpy() for key in ("label", "prediction"))
     if about.is_own:
@@ -79,8 +77,7 @@ def _of_parts(value: float, guess: float, error: float, parts: str, least: float
 def _mistaken_classes(columns: pd.DataFrame) -> str:
     """Return a sentence if most samples of class a are predicted as b, but most of b are not.
 
-    That happens if classes are in the wrong order. If b were only predicted too often, most samples
-    of b would be predicted correctly.
+    That happens if classes are in the wrong order, but not if b is only predicted too often.
     """
     sizes = columns["label"].value_counts().to_dict()
     pairs = columns.value_counts(["label", "prediction"]).to_dict()
@@ -97,14 +94,10 @@ def _mistaken_classes(columns: pd.DataFrame) -> str:
 
 def _of_numbers(labels: np.ndarray, predictions: np.ndarray) -> Fit:
     if (labels == labels[0]).all():
-        measure = (
-            f"All training samples have the label {labels[0]:.3g}, so it is unknown how well the "
-            "models predict labels."
-        )
+        measure = f"All training samples have the label {labels[0]:.3g}, so the fit is unknown."
         return Fit(measure, None, 0.0, is_doubtful=False)
-    value = float(
-        1 - np.square(labels - predictions).sum() / np.square(labels - labels.mean()).sum()
-    )
+    squares = np.square(labels - predictions), np.square(labels - labels.mean())
+    value = float(1 - squares[0].sum() / squares[1].sum())
     measure = (
         f"The models predict the labels of their training samples with an R2 of {value:.3g}. "
         "Always guessing the mean label would have an R2 of 0."

@@ -1,7 +1,7 @@
 """Compute features by projecting per-sample gradients in parts, during the backward pass."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Self
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.artifacts import scaled_integers
-from trak_core.attribution.device import find_device, takes_cuda
 from trak_core.errors import InputError, listed
 from trak_core.gradients import Batch, GradientMethod, explain_not_finite
 from trak_core.gradients.gradient_terms import Contribution, Lookup, Outer, piece_on, summed_parts
@@ -34,14 +33,13 @@ class Features:
 
     A gradient method passes the gradients of each parameter, for all samples of a batch, to
     ``take``, and calls ``finish`` at the end. The coordinates of x are the entries of all
-    parameters, row-major, in the order of the parameters. Gradients arrive in parts, and several
-    small parts are projected in one call. A tensor sketch is computed from the factors of gradients
-    if that is cheaper and there are no scales.
+    parameters, row-major, in the order of the parameters. Several small parts of gradients are
+    projected in one call. A tensor sketch is computed from the factors of gradients if that is
+    cheaper and there are no ``scales``, which multiply gradients, by parameter name.
 
     Attributes:
         rows: x R, shape (batch, proj_dim), float32, unscaled. Sums are complete after ``finish``.
-        products: For a tensor sketch, the sum of sketches of factors. None for other kinds of
-            projection.
+        products: For a tensor sketch, the sum of sketches of factors. Otherwise None.
     """
 
     in_order: ClassVar[bool] = True
@@ -51,7 +49,7 @@ class Features:
         self,
         parameters: Mapping[str, nn.Parameter],
         projection: ProjectionSpec,
-        rows: Tensor,
+        n_samples: int,
         threads: int,
         scales: Mapping[str, Tensor] | None = None,
     ):
@@ -65,7 +63,8 @@ class Features:
         for number, parameter in enumerate(p for p in parameters.values() if p.numel()):
             self._numbers[id(parameter)] = offset, number
             offset += parameter.numel()
-        self._begin(rows)
+        device = next(iter(parameters.values())).device
+        self._begin(torch.zeros(n_samples, projection.proj_dim, device=device))
 
     def _begin(self, rows: Tensor) -> None:
         """Set the rows to which projections are added."""
@@ -77,20 +76,6 @@ class Features:
         # Collected parts by their first coordinate, and their total number of entries.
         self._held: dict[int, Tensor] = {}
         self._n_held = 0
-
-    @classmethod
-    def zeros(
-        cls,
-        parameters: Mapping[str, nn.Parameter],
-        projection: ProjectionSpec,
-        n_samples: int,
-        threads: int,
-        scales: Mapping[str, Tensor] | None = None,
-    ) -> Self:
-        """Return a consumer with rows of zeros. ``scales`` multiply gradients, by name."""
-        device = next(iter(parameters.values())).device
-        rows = torch.zeros(n_samples, projection.proj_dim, device=device)
-        return cls(parameters, projection, rows, threads, scales)
 
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
         if not parameter.numel():
@@ -115,51 +100,35 @@ class Features:
         self, products: OuterProducts, number: int, shape: tuple[int, int], use: Contribution
     ) -> bool:
         """Add the sketch of one use's factors if that is cheaper. Return whether it was added."""
-        if use.matrix != shape:
-            return False
-        if isinstance(use, Lookup):
+        if isinstance(use, Lookup) and use.matrix == shape:
             products.add_lookups(number, use.indices, use.gradients[0])
             return True
-        if isinstance(use, Outer):
-            n_tokens, outers = use.inputs.shape[1], [use]
-        elif isinstance(use, MarginFactors):
-            n_tokens, outers = use.n_tokens, use.outers()
-        else:
+        n_tokens, factors = factors_of(use, shape)
+        sizes = use.n_rows, n_tokens, *shape, self._projection.proj_dim
+        if not n_tokens or not prefers_factors(*sizes):
             return False
-        if not prefers_factors(use.n_rows, n_tokens, *shape, self._projection.proj_dim):
-            return False
-        for outer in outers:
-            factors = outer.inputs, outer.gradients[0]
-            products.add_products(number, *(reversed(factors) if outer.is_transposed else factors))
+        for left, right in factors:
+            products.add_products(number, left, right)
         return True
 
     def _project_held(self) -> None:
-        """Project the collected parts, with one call for each run of consecutive coordinates.
-
-        On a GPU, one call computes the tensor sketch of all parts.
-        """
-        if self.products is not None and self.rows.device.type == "cuda":
-            add_rows(self.rows, sorted(self._held.items()), self._projection)
-            self._held, self._n_held = {}, 0
-            return
-        run: list[Tensor] = []
-        start = stop = 0
-        for first in sorted(self._held):
-            block = self._held[first]
-            if run and (first != stop or block.dtype != run[0].dtype):
-                self._project(run, start)
-                run = []
-            start = start if run else first
-            run.append(block)
-            stop = first + block.shape[1]
-        if run:
-            self._project(run, start)
+        """Project the collected parts, with one call for each run of consecutive coordinates."""
+        held = sorted(self._held.items())
         self._held, self._n_held = {}, 0
-
-    def _project(self, blocks: list[Tensor], offset: int) -> None:
-        if len(blocks) > 1 and sum(block.numel() for block in blocks) <= _JOINED:
-            blocks = [torch.cat(blocks, dim=1)]
-        add_projection(blocks, self._projection, offset, self.rows, self._threads)
+        if self.products is not None and self.rows.device.type == "cuda":
+            add_rows(self.rows, held, self._projection)
+            return
+        runs: list[tuple[int, list[Tensor]]] = []
+        stop = -1
+        for first, block in held:
+            if first != stop or block.dtype != runs[-1][1][0].dtype:
+                runs.append((first, []))
+            runs[-1][1].append(block)
+            stop = first + block.shape[1]
+        for first, blocks in runs:
+            if len(blocks) > 1 and sum(block.numel() for block in blocks) <= _JOINED:
+                blocks = [torch.cat(blocks, dim=1)]
+            add_projection(blocks, self._projection, first, self.rows, self._threads)
 
     def finish(self) -> None:
         self._project_held()
@@ -168,14 +137,13 @@ class Features:
         self.products = None
 
     def of(self, samples: slice) -> Self:
-        return self._with(self.rows[samples])
+        other = copy.copy(self)
+        other._begin(self.rows[samples])
+        return other
 
     def empty(self) -> Self:
-        return self._with(torch.zeros_like(self.rows))
-
-    def _with(self, rows: Tensor) -> Self:
         other = copy.copy(self)
-        other._begin(rows)
+        other._begin(torch.zeros_like(self.rows))
         return other
 
     def add(self, other: Self) -> None:
@@ -187,14 +155,29 @@ class Features:
         return self.rows * self._projection.scale
 
 
+def factors_of(
+    use: Contribution, shape: tuple[int, int]
+) -> tuple[int, Iterable[tuple[Tensor, Tensor]]]:
+    """Return the number of tokens of a gradient that is a sum of outer products, and its factors.
+
+    Factors have shape (batch, tokens, rows or columns). The number is 0 for other gradients.
+    """
+    if use.matrix == shape and isinstance(use, Outer):
+        n_tokens, outers = use.inputs.shape[1], iter([use])
+    elif use.matrix == shape and isinstance(use, MarginFactors):
+        n_tokens, outers = use.n_tokens, use.outers()
+    else:
+        return 0, ()
+    pairs = ((outer.inputs, outer.gradients[0], outer.is_transposed) for outer in outers)
+    return n_tokens, ((b, a) if is_transposed else (a, b) for a, b, is_transposed in pairs)
+
+
 @dataclass(frozen=True, slots=True)
 class QueuedFeatures:
-    """A batch's features, which a GPU may still be computing.
+    """A batch's features, label numbers and ``PerSample.columns``, copied to the CPU.
 
-    Attributes:
-        copies: Features, label numbers and ``PerSample.columns``, on the CPU.
-        event: The event that follows the copies from a GPU. None on a CPU.
-        explain: Raises an error that names the samples whose gradients are not finite.
+    ``event`` follows the copies from a GPU, which may still be computing them. ``explain`` raises
+    an error that names the samples whose gradients are not finite.
     """
 
     copies: list[Tensor]
@@ -202,11 +185,7 @@ class QueuedFeatures:
     explain: Callable[[], None]
 
     def wait(self) -> tuple[np.ndarray, list[Tensor]]:
-        """Return the batch's features and columns on the CPU, after waiting for them.
-
-        Raises:
-            InputError: If a gradient, feature or model output is not finite.
-        """
+        """Return features and columns, after waiting for them. All features must be finite."""
         if self.event is not None:
             self.event.synchronize()
         rows, columns = self.copies[0].numpy(), self.copies[1:]
@@ -242,13 +221,11 @@ def queued_features(
     *,
     is_scaled: bool = True,
 ) -> QueuedFeatures:
-    """Return a batch's features, which a GPU may still be computing.
+    """Return a batch's features, shape (batch, proj_dim), float32, and their columns.
 
-    The result contains the features, shape (batch, proj_dim), float32, the label numbers and
-    ``PerSample.columns``. The features of a gradient x are x R, multiplied by the projection's
-    scale if ``is_scaled``.
+    The features of a gradient x are x R, multiplied by the projection's scale if ``is_scaled``.
     """
-    sums = Features.zeros(parameters, projection, len(batch), threads, scales)
+    sums = Features(parameters, projection, len(batch), threads, scales)
     columns = method(model, parameters, output, batch, sums)
     rows = sums.scaled() if is_scaled else sums.rows
     numbers = torch.vmap(output.label_number)(batch.labels)
@@ -269,34 +246,17 @@ def stored_rows(rows: np.ndarray, dtype: str, sample_ids: Sequence[object]) -> n
             stored = rows.astype(np.float16)
         losses, norms = (np.linalg.norm(v, axis=1) for v in (stored - exact, exact))
         lost = ~(losses <= _MOST_LOST[dtype] * norms)
-    named = listed(sample_ids[i] for i in np.flatnonzero(lost).tolist())
-    if named and dtype == "int8":
+    if lost.any():
+        named = listed(sample_ids[i] for i in np.flatnonzero(lost).tolist())
+        sizes = np.abs(rows[lost])
         raise InputError(
-            "Rounding to int8 must change a sample's features by at most 2e-2 of their norm. Found "
-            f"up to {(losses[lost] / norms[lost]).max():.2g} in the samples {named}, where one "
-            "entry is far larger than the others. Set features_dtype to float16 or float32.",
-            code="stages.int8",
-        )
-    if named:
-        size = np.abs(rows[lost])
-        raise InputError(
-            "Rounding to float16 must change a sample's features by at most 1e-3 of their norm. "
-            "Entries must be from 6e-5 to 65504. Found entries from "
-            f"{size[size > 0].min():.2g} to {size.max():.2g} in the samples {named}. Set "
-            "features_dtype to float32.",
-            code="stages.float16",
+            f"Rounding to {dtype} must change a sample's features by at most {_MOST_LOST[dtype]} "
+            f"of their norm. Found up to {(losses[lost] / norms[lost]).max():.2g} in the samples "
+            f"{named}, which have entries from {sizes[sizes > 0].min():.2g} to {sizes.max():.2g}. "
+            "Set features_dtype to float32.",
+            code="stages.features_dtype",
         )
     return stored
-
-
-def projecting_device(name: str) -> torch.device:
-    """Return the device of a config, after checking that the projection can run on it."""
-    if takes_cuda(name):
-        # Only CUDA needs this import. The check comes before ``find_device`` waits for a GPU.
-        from trak_core.projection.cuda.project import require_numba_cuda
-
-        require_numba_cuda()
-    return find_device(name)
 
 
 def compilers(device: torch.device) -> tuple[str, ...]:

@@ -21,9 +21,10 @@ from trak_core.gradients import (
     in_evaluation_mode,
 )
 from trak_core.model_outputs.about_outputs import TABLE, about_output, function_location
-from trak_core.model_outputs.clip import contrast, drawn_pairs, read_embeddings
+from trak_core.model_outputs.clip import drawn_pairs, read_embeddings
 from trak_core.model_outputs.language_modelling import warn_of_masked_model
 from trak_core.model_outputs.model_output import ModelOutput, over_samples, own_output
+from trak_core.model_outputs.supervised import LOSS
 from trak_core.runtime.progress import print_line
 from trak_core.settings import POOL, TRAIN, FeaturesSpec
 from trak_core.study.dataset_split import Split
@@ -32,8 +33,6 @@ from trak_core.study.study import Study
 # The number of contrast pairs for CLIP, as in TRAK, and the seed with which they are drawn.
 N_OTHERS = 300
 OTHERS_SEED = 0
-# A model output that reads pairs without labels. It is used to embed the contrast pairs.
-_UNLABELLED = contrast(torch.zeros(0, 0), torch.zeros(0, 0), 1.0)
 
 
 def _object_in(file: str, name: str, study: Study | None) -> object:
@@ -74,9 +73,9 @@ def model_output(
 ) -> ModelOutput:
     """Return the model output for a name in ``TABLE``, or for ``file.py:object``.
 
-    A file that is already loaded as ``study`` is not run again. For an output with ``needs_pairs``,
-    ``n_others`` contrast pairs are drawn uniformly from the training samples ``pairs``. The draw is
-    the same for every checkpoint. ``model`` embeds the drawn pairs and must have a ``logit_scale``.
+    For an output with ``needs_pairs``, ``n_others`` contrast pairs are drawn uniformly from the
+    training samples ``pairs``. The draw is the same for every checkpoint. ``model`` embeds the
+    drawn pairs and must have a ``logit_scale``.
     """
     place = function_location(name)
     if place is not None:
@@ -90,7 +89,7 @@ def model_output(
     embeddings: list[Tensor] = []
     with torch.no_grad(), in_evaluation_mode(model):
         for i in drawn_pairs(len(pairs.ids), n_others, OTHERS_SEED):
-            pair = as_batch(pairs.batch(i, i + 1), _UNLABELLED)
+            pair = as_batch(pairs.batch(i, i + 1), LOSS)  # an output that reads no labels
             returned = call(model, pair.mapped(lambda tensor: tensor.to(device)))
             embeddings.append(read_embeddings(returned)[0])
     images, texts = torch.stack(embeddings, dim=1)
@@ -105,10 +104,7 @@ def outputs_and_predictions(
     batch_size: int,
     study: Study | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the model output f and the prediction of every sample of ``pool``, shape (n,) each.
-
-    ``train`` provides the contrast pairs of outputs that need them.
-    """
+    """Return model outputs and predictions of the samples of ``pool``, shape (n,) each."""
     device = next(model.parameters()).device
     output = model_output(output_name, model, train, device, study)
     (samples,) = order_samples([pool], model, output)
@@ -133,11 +129,7 @@ def embed_samples(model: nn.Module, batch: Batch) -> Tensor:
     """Return the inputs of the last ``torch.nn.Linear`` that a forward pass calls.
 
     Inputs are averaged over all dimensions between the first and the last, such as the tokens of a
-    text, excluding padding. The result has shape (batch, width), float32. The model runs in
-    evaluation mode.
-
-    Raises:
-        InputError: If the model does not call such a layer on inputs with a row for each sample.
+    text, excluding padding. The result has shape (batch, width), float32.
     """
     last_inputs: list[Tensor] = []
 

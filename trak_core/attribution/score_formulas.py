@@ -12,10 +12,7 @@ _CACHED_ROWS = 256
 
 
 def unit_rows(rows: np.ndarray) -> np.ndarray:
-    """Return rows of any float dtype divided by their norms, float64. Rows of zeros stay zero.
-
-    Equivalent to ``sklearn.preprocessing.normalize(rows)``.
-    """
+    """Return rows of any float dtype divided by their norms, float64. Rows of zeros stay zero."""
     rows = rows.astype(np.float64)
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)
     rows /= np.where(lengths > 0, lengths, 1)
@@ -26,16 +23,6 @@ def powered(loss_weights: np.ndarray, power: float) -> np.ndarray:
     """Return sign(Q) |Q|^power of the loss weights Q, shape (n,), float64."""
     weights = loss_weights.astype(np.float64)
     return np.sign(weights) * np.abs(weights) ** power
-
-
-def similarities(features: np.ndarray, solved_targets: np.ndarray) -> np.ndarray:
-    """Return rows of A_c = Phi_c X, shape (rows, m), float64, with X = (N + ridge I)^-1 T_c^T.
-
-    ``features`` are rows of Phi_c, shape (rows, k). ``solved_targets`` is X, shape (k, m), float64.
-
-    Source: Park et al., "TRAK", ICML 2023, equation 16; docs/explanation/scores.md, "The formula".
-    """
-    return features.astype(np.float64, copy=False) @ solved_targets
 
 
 def combined(parts: Iterable[tuple[np.ndarray, np.ndarray, float]], combine: Combine) -> np.ndarray:
@@ -51,7 +38,7 @@ def combined(parts: Iterable[tuple[np.ndarray, np.ndarray, float]], combine: Com
     Returns:
         Rows of the scores, shape (rows, m), float64.
 
-    Source: Park et al., "TRAK", ICML 2023, equation 17; docs/explanation/scores.md, "The formula".
+    Source: Park et al., "TRAK", ICML 2023, equation 17.
     """
     total, weight, n_checkpoints = np.zeros(()), np.zeros(()), 0
     for block, weights, norm in parts:
@@ -68,20 +55,17 @@ def combined(parts: Iterable[tuple[np.ndarray, np.ndarray, float]], combine: Com
     return total
 
 
-def checkpoint_weights(powers: np.ndarray, norms: np.ndarray, combine: Combine) -> np.ndarray:
-    """Return weights v such that scores[i, j] = sum_c v[c, i] A_c[i, j], shape (C, n), float64.
+def checkpoint_weights(loss_weights: np.ndarray, norms: np.ndarray, spec: ScoresSpec) -> np.ndarray:
+    """Return weights v (C, n) for which ``combined`` is scores[i, j] = sum_c v[c, i] A_c[i, j].
 
-    The sum is the result of ``combined``. ``powers`` are Q_c^power, shape (C, n), and ``norms`` are
-    ||B||, shape (C,).
+    ``loss_weights`` are Q_c, shape (C, n), and ``norms`` are ||B||, shape (C,).
     """
-    n_checkpoints = len(powers)
+    powers, combine = powered(loss_weights, spec.loss_weight_power or 1.0), Combine(spec.combine)
     if combine is Combine.PRODUCT_OF_AVERAGES:
-        weights = np.broadcast_to(powers.mean(axis=0), powers.shape)
+        powers = np.broadcast_to(powers.mean(axis=0), powers.shape)
     elif combine is Combine.UNIT_AVERAGE:
-        weights = powers / norms[:, None]
-    else:
-        weights = powers
-    return weights / n_checkpoints
+        powers = powers / norms[:, None]
+    return powers / len(powers)
 
 
 def unit_of(spec: ScoresSpec) -> str:
@@ -97,12 +81,8 @@ def most_frequent(classes: np.ndarray, labels: np.ndarray, outputs: np.ndarray) 
 
     In a tie, the row's label is returned if its mean log-odds ``outputs`` are above 0. Otherwise,
     the smallest of the other most frequent classes is returned. Memory does not grow with the
-    number of classes.
-
-    Args:
-        classes: Predicted classes, integers, shape (checkpoints, rows).
-        labels: Labels, shape (rows,).
-        outputs: Model outputs, shape (checkpoints, rows).
+    number of classes. Predicted ``classes``, which are integers, and ``outputs`` have shape
+    (checkpoints, rows). Labels have shape (rows,).
     """
     ordered = np.sort(classes, axis=0)
     # run[i] counts the rows up to i that are equal to row i, in a sorted column.
@@ -122,8 +102,8 @@ def most_frequent(classes: np.ndarray, labels: np.ndarray, outputs: np.ndarray) 
 def improving_signs(better: str, labels: np.ndarray, predictions: np.ndarray) -> np.ndarray:
     """Return the sign of -dl/df of each target, where l is its loss, shape (m,), int64.
 
-    The sign is 1 if a larger f improves the target. If ``better`` is ``larger``, the sign is always
-    1. If ``better`` is ``closer``, it is the sign of label - prediction, both of shape (m,).
+    If ``better`` is ``larger``, the sign is 1. If it is ``closer``, the sign is that of label -
+    prediction, both of shape (m,).
     """
     if better == "larger":
         return np.ones(len(labels), dtype=np.int64)
@@ -135,7 +115,7 @@ def help_and_harm(scores: np.ndarray, improves: np.ndarray) -> np.ndarray:
 
     The two columns are the means over targets of ``max(scores * improves, 0)`` and of
     ``max(-scores * improves, 0)``. Scores have shape (rows, m), and the signs ``improves`` (m,).
-    The result has shape (rows, 2), float64, and does not depend on the size of blocks.
+    The result has shape (rows, 2), float64.
     """
     moved = scores * improves.astype(scores.dtype)
     up = np.maximum(moved, 0).sum(axis=1, dtype=np.float64)
@@ -163,8 +143,7 @@ def harmed_class(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:
 class Extremes:
     """The largest scores of each target so far, and their rows.
 
-    Both have shape (kept, m). Scores are in descending order. Equal scores are in the order of
-    their rows.
+    Both have shape (kept, m). Scores descend, and equal scores are in the order of their rows.
     """
 
     rows: np.ndarray
@@ -176,13 +155,8 @@ def largest(seen: Extremes | None, start: int, block: np.ndarray, keep: int) -> 
 
     Equivalent to ``np.argsort(-scores, axis=0, kind="stable")[:keep]`` of all blocks together, for
     blocks in the order of rows. Only entries above the smallest kept entry are sorted, usually a
-    small fraction.
-
-    Args:
-        seen: The result for the previous blocks. None for the first block.
-        start: The first row of the block.
-        block: Scores, shape (rows, m).
-        keep: The number of entries to keep. If there are fewer rows, all are kept.
+    small fraction. ``seen`` is the result for the previous blocks, or None. ``start`` is the first
+    row of ``block``, which has shape (rows, m).
     """
     # The first block is processed in parts of doubling size, so that the largest entries of earlier
     # parts filter the later parts.

@@ -46,19 +46,6 @@ class Scores:
         train: The same columns for the training samples, and ``loss_weight``. If it is known which
             sign of a score improves a target, the table also has ``help`` and ``harm``.
         unit: The unit of a score, as text.
-
-    Example:
-        >>> import torch
-        >>> from trak_core import Attributor
-        >>> _ = torch.manual_seed(1)
-        >>> model, inputs = torch.nn.Linear(8, 3), torch.randn(50, 8)
-        >>> train = inputs, model(inputs).argmax(1)
-        >>> attributor = Attributor(model, "image_classification", proj_dim=16).fit(train)
-        >>> scores = attributor.score((train[0][:2], train[1][:2]))
-        >>> scores.frame.shape
-        (50, 2)
-        >>> scores.top(1)["train"].tolist()  # the targets are the first two training samples
-        [0, 1]
     """
 
     targets: pd.DataFrame
@@ -87,9 +74,8 @@ class Scores:
     ) -> Self:
         """Return the combined scores of checkpoints, computed in blocks of training samples.
 
-        For each checkpoint in ``spec.checkpoints``, ``parts`` contains its data, and ``rows`` a
-        function that reads rows of its A_c. ``keep`` is ``full`` or ``top_k``. ``more`` sets other
-        attributes.
+        For each checkpoint, ``parts`` contains its data, and ``rows`` a function that reads rows of
+        its A_c. ``more`` sets other attributes.
         """
         n, m = (len(parts[0].vector(f"{side}_ids")) for side in ("train", "target"))
         need = average_need(
@@ -127,7 +113,7 @@ class Scores:
 
     @classmethod
     def of_file(cls, path: Path, texts: Mapping[str, pd.DataFrame]) -> Self:
-        """Return the scores in a run's file. The matrix is read from the file when it is needed.
+        """Return the scores in a run's file, which is read again for the matrix if it is needed.
 
         ``texts`` contains tables indexed by id, which are joined to ``targets`` and ``train``.
         """
@@ -148,11 +134,7 @@ class Scores:
 
     @property
     def matrix(self) -> np.ndarray:
-        """All scores, shape (n_train, n_targets), float32.
-
-        Raises:
-            InputError: If only the top influences were kept (``keep="top_k"``).
-        """
+        """All scores, shape (n_train, n_targets), float32. Not available for ``keep="top_k"``."""
         if self.read_matrix is None:
             raise InputError(
                 "The matrix needs `keep: full`. Found `keep: top_k`, which kept the top "
@@ -202,8 +184,8 @@ class Scores:
         """
         if train_id not in self.train.index:
             raise InputError(
-                f"`train_id` must be the id of a training sample. Found {train_id!r}. There are "
-                f"{len(self.train)} ids such as {self.train.index[0]!r}.",
+                f"`train_id` must be the id of a training sample, such as {self.train.index[0]!r}. "
+                f"Found {train_id!r}.",
                 code="artifacts.no_sample",
             )
         if self.read_matrix is None:

@@ -24,18 +24,14 @@ def weighted_gramians(
 
     Equivalent to ``phi.T @ np.diag(w) @ phi`` for each set of weights w, in one pass over the rows.
     A block has features, shape (rows, k), any float dtype, and sets of non-negative weights, shape
-    (rows,) each. The sizes of the blocks change only the rounding. At least one row is needed.
+    (rows,) each. The sizes of the blocks change only the rounding.
 
     Returns:
         A matrix for each set of weights, shape (k, k), float64, exactly symmetric. Its trace is
         sum_i w_i |phi_i|^2.
-
-    Source: docs/explanation/scores.md, "The formula".
     """
     totals: list[np.ndarray] = []
-    n_rows = 0
     for features, weights in blocks:
-        n_rows += len(features)
         for i, row_weights in enumerate(weights):
             # syrk computes one triangle, which is half the work of a product. BLAS needs
             # column-major arrays, and the transpose of a row-major array is column-major.
@@ -45,9 +41,6 @@ def weighted_gramians(
                 totals[i] += part
             else:
                 totals.append(part)
-    if not n_rows:
-        message = "The normal matrix needs at least one training sample. Found none."
-        raise InputError(message, code="scoring.no_rows")
     for total in totals:
         fill_upper(total)
     return totals
@@ -78,16 +71,6 @@ class DampedMatrix:
     Attributes:
         factor: L in the lower triangle, shape (k, k), float64. The upper triangle is not used.
         ridge: The number that was added to the diagonal.
-
-    Example:
-        >>> import numpy as np
-        >>> from trak_core.attribution.solve import mean_squared_norm, weighted_gramians
-        >>> phi = np.array([[1.0, 0.0], [0.0, 2.0]])
-        >>> (matrix,) = weighted_gramians([(phi, [np.ones(2)])])
-        >>> ridge = 2 * mean_squared_norm(matrix, n_rows=2)
-        >>> DampedMatrix.factorize(matrix, ridge).solve(phi.T)
-        array([[0.16666667, 0.        ],
-               [0.        , 0.22222222]])
     """
 
     factor: np.ndarray
@@ -95,12 +78,7 @@ class DampedMatrix:
 
     @classmethod
     def factorize(
-        cls,
-        matrix: np.ndarray,
-        ridge: float,
-        eigenvalues: tuple[float, float] | None = None,
-        *,
-        is_gramian: bool = False,
+        cls, matrix: np.ndarray, ridge: float, eigenvalues: tuple[float, float] | None = None
     ) -> Self:
         """Return the factorization of M + ridge I, with a ridge of at least 0.
 
@@ -108,7 +86,7 @@ class DampedMatrix:
         the condition number is ``MAX_CONDITION`` or more, because the solution would be noise.
 
         M is symmetric and positive semi-definite, shape (k, k), float64. ``eigenvalues`` are its
-        smallest and its largest eigenvalue, or None. ``is_gramian`` changes only the error message.
+        smallest and its largest eigenvalue, or None.
         """
         # The trace is an upper bound of the largest eigenvalue. If this bound suffices, eigenvalues
         # are not computed, because they take longer than the factorization.
@@ -118,22 +96,13 @@ class DampedMatrix:
         smallest, largest = (value + ridge for value in ends)
         if not smallest * MAX_CONDITION > largest:
             condition = f"{largest / smallest:.2g}" if smallest > 0 else "infinite"
-            name, size, code = "normal matrix", "k", "scoring.singular"
-            remedy = (
-                "A proj_dim above the number of training samples always requires damping. Raise "
-                "`scoring.damping`, or lower `projection.proj_dim`"
-            )
-            if is_gramian:
-                name, size, code = "Gramian", "n", "scoring.singular_gramian"
-                remedy = (
-                    "Damping is always required if gradients are equal, if weights are 0, or if "
-                    "there are more samples than parameters. Raise `scoring.damping`"
-                )
             raise InputError(
-                f"The condition number of the damped {name} must be below {MAX_CONDITION:.0e}. "
+                f"The condition number of the damped matrix must be below {MAX_CONDITION:.0e}. "
                 f"Found {condition} (eigenvalues {smallest:.3g} to {largest:.3g}, with ridge = "
-                f"{ridge:.3g}, {size} = {len(matrix)}). {remedy}.",
-                code=code,
+                f"{ridge:.3g}, {len(matrix)} rows). Raise `scoring.damping`. It must be above 0 if "
+                "proj_dim is above the number of training samples, if gradients are equal, or, "
+                "without a projection, if there are more training samples than parameters.",
+                code="scoring.singular",
             )
         damped = matrix.copy()
         damped.flat[:: len(matrix) + 1] += ridge
@@ -145,10 +114,7 @@ class DampedMatrix:
         return scipy.linalg.cho_solve((self.factor, True), right_side)
 
     def squares(self, rows: np.ndarray) -> np.ndarray:
-        """Return phi^T (M + ridge I)^-1 phi = |L^-1 phi|^2 for each row, shape (rows,), float64.
-
-        The rows have shape (rows, k), any float dtype.
-        """
+        """Return phi^T (M + ridge I)^-1 phi = |L^-1 phi|^2 for each row (rows, k), float64."""
         solved = scipy.linalg.solve_triangular(self.factor, rows.astype(np.float64).T, lower=True)
         return np.einsum("ij,ij->j", solved, solved)
 
@@ -175,8 +141,8 @@ class Spectrum:
     def norm_products(self, weighted: np.ndarray, gramian: np.ndarray) -> np.ndarray:
         """Return P = (V^T Y^T Y V) * (V^T Phi^T Phi V), from which ``train_norm`` computes ||B||.
 
-        ``weighted`` is Y^T Y with Y = diag(|Q|^power) Phi, ``gramian`` is Phi^T Phi. Both and the
-        result have shape (k, k), float64. The product * is entrywise.
+        ``weighted`` is Y^T Y with Y = diag(|Q|^power) Phi, ``gramian`` is Phi^T Phi, shape (k, k)
+        each, float64. The product * is entrywise.
         """
         products = self.vectors.T @ (weighted @ self.vectors)
         products *= self.vectors.T @ (gramian @ self.vectors)
@@ -188,10 +154,7 @@ def train_norm(eigenvalues: np.ndarray, products: np.ndarray, ridge: float) -> f
 
     ||B||^2 = tr(M^-1 Y^T Y M^-1 Phi^T Phi) with Y = diag(|Q|^power) Phi. In the basis of M's
     eigenvectors this is sum_ij P_ij / ((D_i + ridge) (D_j + ridge)), with eigenvalues D of
-    Phi^T W Phi, shape (k,), and products P of ``Spectrum.norm_products``. ||B|| must be above 0,
-    which excludes loss weights or features that are all 0.
-
-    Source: docs/explanation/scores.md, "The formula".
+    Phi^T W Phi, shape (k,), and products P of ``Spectrum.norm_products``.
     """
     inverse = np.divide(1, eigenvalues + ridge, where=eigenvalues + ridge > 0, out=0 * eigenvalues)
     return _positive_root(float(inverse @ products @ inverse))
@@ -217,9 +180,7 @@ def inverse_or_pseudo_inverse(matrix: np.ndarray, max_rank: int) -> tuple[np.nda
     """Return a matrix's inverse, or its pseudo-inverse if it is nearly singular, and its rank.
 
     The pseudo-inverse uses at most ``max_rank`` eigenvectors, with eigenvalues above 1e-13 times
-    the largest. For a matrix G^T G, the product of G and the pseudo-inverse is the limit
-    of G (G^T G + lambda I)^-1 as lambda approaches 0. The matrix is symmetric, positive
-    semi-definite, of shape (k, k), float64.
+    the largest. The matrix is symmetric, positive semi-definite, of shape (k, k), float64.
     """
     k = len(matrix)
     if max_rank >= k:
@@ -234,20 +195,14 @@ def inverse_or_pseudo_inverse(matrix: np.ndarray, max_rank: int) -> tuple[np.nda
     return (directions / spectrum.eigenvalues[first:]) @ directions.T, k - first
 
 
-def divide_by_lengths(gramian: np.ndarray, cross: np.ndarray) -> None:
-    """Divide each training gradient by its length in the inner products K and K_t, in place.
+def inverse_lengths(gramian: np.ndarray) -> np.ndarray:
+    """Return 1 / |g_i| of the gradients g_i from their inner products (n, n), shape (n, 1).
 
-    K = J J^T has shape (n, n) and K_t = J J_t^T has shape (n, m), both float64. The rows of J and
-    J_t are the gradients of the training samples and of the targets. J_t is not scaled. If a
-    training gradient has length 0, or a squared length below the rounding error of the largest, its
-    inner products become 0.
+    It is 0 for gradients whose squared length is 0 or below the rounding error of the largest.
     """
     squares = np.diagonal(gramian)
     is_nonzero = squares > np.finfo(np.float32).eps ** 2 * squares.max()
-    inverse_lengths = (is_nonzero / np.sqrt(np.where(is_nonzero, squares, 1)))[:, None]
-    gramian *= inverse_lengths
-    gramian *= inverse_lengths.T
-    cross *= inverse_lengths
+    return (is_nonzero / np.sqrt(np.where(is_nonzero, squares, 1)))[:, None]
 
 
 # The number of columns of the Gramian in one call of the solver.
@@ -297,7 +252,7 @@ class DampedGramian:
         ridge = damping * float(np.mean(weights * np.diagonal(gramian)))
         root = np.sqrt(weights)
         weighted = gramian * root[:, None] * root
-        return cls(gramian, root, DampedMatrix.factorize(weighted, ridge, is_gramian=True))
+        return cls(gramian, root, DampedMatrix.factorize(weighted, ridge))
 
     def similarities(self, cross: np.ndarray) -> np.ndarray:
         """Return A = J (J^T W J + ridge I)^-1 J_t^T without J, from K_t = J J_t^T.
@@ -306,8 +261,6 @@ class DampedGramian:
         = [K_t - K S (S K S + ridge I)^-1 S K_t] / ridge. The last form solves a symmetric system
         and is also defined if a weight is 0. Without damping, A = W^-1 K^-1 K_t if K has an
         inverse. K_t and A have shape (n, m), float64.
-
-        Source: docs/explanation/scores.md, "Exact scores".
         """
         solved = self.damped.solve(self.root[:, None] * cross)
         if self.ridge == 0:

@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import torch
 
+from trak_core.attribution.device import Compute
 from trak_core.attribution.fitted_checkpoint import DampedNormalMatrix
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.score_formulas import unit_rows
@@ -25,11 +26,9 @@ SIDES = ("train", "target")
 class Cut:
     """Scores of pairs for one checkpoint, split by tokens of one of the texts and by parameters.
 
-    Attributes:
-        tokens: For each pair, the scores of the tokens, then the score of terms that belong to no
-            token.
-        layers: The scores of parameters, shape (pairs, parameters).
-        names: Names of the parameters.
+    ``tokens`` contains, for each pair, the scores of the tokens, then the score of terms that
+    belong to no token. ``layers`` are the scores of the parameters ``names``, shape (pairs,
+    parameters).
     """
 
     tokens: list[np.ndarray]
@@ -44,29 +43,18 @@ def cut_pairs(
     splits: tuple[Split, Split],
     features: tuple[np.ndarray, np.ndarray],
     pairs: Sequence[tuple[int, int]],
-    batch_size: int,
-    memory_mb: int,
+    compute: Compute,
     method_of: MethodOf,
 ) -> tuple[Cut, Cut]:
-    """Split one checkpoint's scores of pairs by the tokens of training samples, and of targets.
+    """Return scores of pairs, split by the tokens of training samples, and by those of targets.
 
     The score of a pair is <x, R v>, where R is the projection matrix. To split it by the tokens of
     one sample, x is that sample's gradient, and v = (N + ridge I)^-1 phi, where phi are the
     features of the other sample. Each sample is differentiated once.
 
-    Args:
-        loaded: The model with the weights of the checkpoint.
-        spec: The settings of the checkpoint's scores.
-        damped: The checkpoint's damped normal matrix.
-        splits: n training samples and m targets.
-        features: Their features, shapes (n, k) and (m, k), float64.
-        pairs: For each pair, the row numbers of a training sample and of a target.
-        batch_size: The largest number of samples in a batch.
-        memory_mb: Memory in MiB for gradients and activations.
-        method_of: A function that chooses a gradient method that computes terms.
-
-    Returns:
-        The scores split by the tokens of training samples, and by the tokens of targets.
+    ``splits`` are n training samples and m targets, and ``features`` are their features, shapes
+    (n, k) and (m, k), float64. A pair consists of the rows of a training sample and of a target.
+    ``method_of`` chooses a gradient method that computes terms.
     """
     phi, target_phi = features
     lengths = np.ones(len(phi))
@@ -77,31 +65,15 @@ def cut_pairs(
     m = len(target_phi)
     solved = damped.solve(np.concatenate([target_phi, phi])).T
     projection = projection_for(loaded, spec.of_train())
-    given = batch_size, memory_mb, method_of
-    reverse = [(target, row) for row, target in pairs]
-    train = _cut(loaded, projection, _Side(splits[0], solved[:m], pairs), *given)
-    targets = _cut(loaded, projection, _Side(splits[1], solved[m:], reverse), *given)
+    given = loaded, projection, compute, method_of
+    train = _cut(*given, splits[0], solved[:m], pairs)
+    targets = _cut(*given, splits[1], solved[m:], [(target, row) for row, target in pairs])
     # With `normalize`, the features of a training sample are divided by their length.
     pair_lengths = lengths[[row for row, _ in pairs]]
     train.layers[:] /= pair_lengths[:, None]
     for tokens, length in zip(train.tokens, pair_lengths, strict=True):
         tokens /= length
     return train, targets
-
-
-@dataclass(frozen=True, slots=True)
-class _Side:
-    """The training samples or targets, and the solved vectors of the samples paired with them.
-
-    Attributes:
-        split: The samples whose gradients are split.
-        vectors: Solved features of the samples paired with them, shape (samples, k).
-        pairs: For each pair, the row of a sample and the row of a vector.
-    """
-
-    split: Split
-    vectors: np.ndarray
-    pairs: Sequence[tuple[int, int]]
 
 
 def count_tokens(batch: Batch, loaded: LoadedModel) -> int:
@@ -116,14 +88,20 @@ def count_tokens(batch: Batch, loaded: LoadedModel) -> int:
 def _cut(
     loaded: LoadedModel,
     projection: ProjectionSpec,
-    side: _Side,
-    batch_size: int,
-    memory_mb: int,
+    compute: Compute,
     method_of: MethodOf,
+    split: Split,
+    solved: np.ndarray,
+    side_pairs: Sequence[tuple[int, int]],
 ) -> Cut:
-    """Split the scores of pairs by the tokens of ``side``'s samples, in one pass over them."""
-    vectors = torch.from_numpy(side.vectors * projection.scale).float().to(loaded.device)
-    (samples,) = loaded.ordered(side.split)
+    """Return the scores of pairs, split by the tokens of the samples in ``split``.
+
+    ``solved`` are the solved features of the samples paired with them, shape (rows, k). A pair
+    consists of the row of a sample in ``split`` and a row of ``solved``.
+    """
+    memory_mb = compute.memory_mb
+    vectors = torch.from_numpy(solved * projection.scale).float().to(loaded.device)
+    (samples,) = loaded.ordered(split)
     loaded = loaded.in_pieces(samples, memory_mb)
     few, _ = loaded.few(samples)
     directions = Directions(loaded.parameters, projection, vectors, loaded.scales)
@@ -140,21 +118,21 @@ def _cut(
     model = loaded.model, loaded.parameters, loaded.output
     method = method_of(loaded, few)
     pairs_of: dict[int, list[int]] = {}
-    for number, (sample, _) in enumerate(side.pairs):
+    for number, (sample, _) in enumerate(side_pairs):
         pairs_of.setdefault(sample, []).append(number)
 
     def computed(first: int, last: int) -> tuple[list[int], list[np.ndarray], np.ndarray]:
         batch = loaded.batch(samples, first, last)
         in_batch = [pairs_of.get(int(row), []) for row in samples.rows[first:last]]
-        numbers = [number for some in in_batch for number in some]
-        positions = [b for b, some in enumerate(in_batch) for _ in some]
-        vector_rows = [side.pairs[number][1] for number in numbers]
+        numbers = [number for own in in_batch for number in own]
+        positions = [b for b, own in enumerate(in_batch) for _ in own]
+        vector_rows = [side_pairs[number][1] for number in numbers]
         pairs = Pairs(
             torch.tensor(positions, dtype=torch.long, device=loaded.device),
             torch.tensor(vector_rows, dtype=torch.long, device=loaded.device),
         )
         n_tokens = count_tokens(batch, loaded)
-        shares = Shares.zeros(loaded.parameters, directions, pairs, n_tokens)
+        shares = Shares(loaded.parameters, directions, pairs, n_tokens)
         method(*model, batch, shares)
         lengths = [n_tokens] * len(batch) if batch.lengths is None else batch.lengths.tolist()
         by_token = shares.by_token.cpu().numpy()
@@ -165,10 +143,10 @@ def _cut(
         ]
         return numbers, tokens, shares.by_parameter.cpu().numpy()
 
-    tokens: list[np.ndarray] = [np.zeros(1)] * len(side.pairs)
-    layers = np.zeros((len(side.pairs), len(loaded.parameters)))
-    n_samples = len(side.split.ids)
-    chunks = in_chunks(computed, n_samples, samples.batches_of(batch_size, room))
+    tokens: list[np.ndarray] = [np.zeros(1)] * len(side_pairs)
+    layers = np.zeros((len(side_pairs), len(loaded.parameters)))
+    n_samples = len(split.ids)
+    chunks = in_chunks(computed, n_samples, samples.batches_of(compute.batch_size, room))
     for _, _, (numbers, some, by_parameter) in with_progress(chunks, n_samples, "samples"):
         layers[numbers] = by_parameter
         for number, row in zip(numbers, some, strict=True):
@@ -181,24 +159,20 @@ def token_tables(
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Return the tables of tokens and of layers, as weighted sums over checkpoints.
 
-    ``top`` has the columns ``target_id`` and ``train_id`` of the pairs. ``cuts`` are the results of
-    ``cut_pairs`` for each checkpoint. ``weights`` is a result of ``checkpoint_weights``, shape
-    (checkpoints, pairs).
+    ``top`` contains the ids of the pairs. ``cuts`` and ``weights``, shape (checkpoints, pairs), are
+    results of ``cut_pairs`` and ``checkpoint_weights``.
     """
-    names, pairs, totals = [], [], []
-    for side, name in enumerate(SIDES):
-        for number, pair_weights in enumerate(weights.T):
-            parts = [cut[side].tokens[number] for cut in cuts]
-            total = sum(w * part for w, part in zip(pair_weights, parts, strict=True))
-            names.append(name)
-            pairs.append(number)
-            totals.append(np.asarray(total))
+    totals = [
+        np.sum([w * cut[side].tokens[pair] for w, cut in zip(own, cuts, strict=True)], axis=0)
+        for side in range(len(SIDES))
+        for pair, own in enumerate(weights.T)
+    ]
     lengths = [len(total) for total in totals]
-    rows = np.repeat(pairs, lengths)
+    rows = np.repeat(np.tile(np.arange(len(top)), len(SIDES)), lengths)
     tokens = pd.DataFrame({
         "target_id": top["target_id"].to_numpy()[rows],
         "train_id": top["train_id"].to_numpy()[rows],
-        "side": np.repeat(names, lengths),
+        "side": np.repeat(np.repeat(SIDES, len(top)), lengths),
         "token": [token for n in lengths for token in (*range(n - 1), -1)],
         "score": np.concatenate(totals),
     })

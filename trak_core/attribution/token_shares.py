@@ -1,5 +1,6 @@
 """Compute inner products of gradients with given vectors, split by token and by parameter."""
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from trak_core.attribution.project_gradients import factors_of
 from trak_core.gradients.gradient_terms import (
     PIECE,
     Contribution,
@@ -23,12 +25,7 @@ from trak_core.settings import ProjectionSpec, matrix_shape
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Pairs, each of a sample in a batch and a vector, sorted by sample.
-
-    Attributes:
-        samples: Positions in the batch, ascending, shape (pairs,).
-        vectors: Rows of the vectors, shape (pairs,).
-    """
+    """Pairs of a sample and a vector: ascending positions in a batch, and rows of the vectors."""
 
     samples: Tensor
     vectors: Tensor
@@ -38,12 +35,8 @@ class Pairs:
         samples = self.samples if pairs is None else self.samples[pairs]
         distinct, sizes = samples.unique_consecutive(return_counts=True)
         ends = sizes.cumsum(0)
-        return [
-            (sample, slice(end - size, end))
-            for sample, size, end in zip(
-                distinct.tolist(), sizes.tolist(), ends.tolist(), strict=True
-            )
-        ]
+        columns = torch.stack([distinct, ends - sizes, ends], dim=1).tolist()
+        return [(sample, slice(start, end)) for sample, start, end in columns]
 
 
 # A function of a sample and directions (n, entries). It returns the inner products of directions
@@ -51,44 +44,12 @@ class Pairs:
 _Inner = Callable[[int, Tensor], Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """The gradient of one use of a parameter, as a sum of terms at positions such as tokens.
-
-    Attributes:
-        first: The token at the first position. None if positions are not tokens.
-        inner: Computes inner products of a sample's terms with directions.
-        terms: The terms, shape (batch, positions, entries), if they were formed.
-        entry: The index, within the parameter, of the first entry of ``terms``.
-    """
-
-    first: int | None
-    inner: _Inner
-    terms: Tensor | None = None
-    entry: int = 0
-
-
-def _of_terms(first: int | None, terms: Tensor, entry: int = 0) -> _Part:
-    part = slice(entry, entry + terms.shape[2])
-    return _Part(first, lambda sample, d: d[:, part] @ terms[sample].T, terms, entry)
-
-
 class Directions:
     """Vectors v in the projected space, and the entries of R v that belong to each parameter.
 
     These entries are called directions. Those of small parameters, with at most ``PIECE`` entries
-    in total, are computed once.
-
-    Args:
-        parameters: The parameters that are differentiated.
-        projection: The projection R.
-        vectors: Shape (m, k), float32.
-        scales: Factors that multiply the entries of gradients, by parameter name.
-
-    Attributes:
-        vectors: The argument ``vectors``.
-        contractions: For a tensor sketch, computes inner products from factors of gradients. None
-            for other kinds.
+    in total, are computed once. The vectors have shape (m, k), float32. ``scales`` multiply the
+    entries of gradients, by parameter name.
     """
 
     def __init__(
@@ -98,10 +59,10 @@ class Directions:
         vectors: Tensor,
         scales: Mapping[str, Tensor] | None = None,
     ):
-        self.vectors, self._projection = vectors, projection
+        self._vectors, self._projection = vectors, projection
         self._scales = {id(parameters[name]): scale for name, scale in (scales or {}).items()}
         of_matrices = projection.kind.about.of_matrices
-        self.contractions = Contractions.of(projection, vectors) if of_matrices else None
+        self._contractions = Contractions.of(projection, vectors) if of_matrices else None
         self._offsets: dict[int, int] = {}
         offset = 0
         for parameter in parameters.values():
@@ -112,22 +73,21 @@ class Directions:
         self._small = {id(p) for p, total in zip(by_size, sums, strict=True) if total <= PIECE}
         self._held: dict[int, Tensor] = {}
 
-    def are_scaled(self, parameter: Tensor) -> bool:
-        """Return whether a parameter's entries have scales."""
-        return id(parameter) in self._scales
-
-    def held(self, parameter: Tensor) -> Tensor | None:
-        """Return a small parameter's directions, shape (m, entries), or None for a larger one."""
-        if id(parameter) not in self._small:
-            return None
-        if id(parameter) not in self._held:
-            self._held[id(parameter)] = self.rows_of(parameter, slice(None))
-        return self._held[id(parameter)]
+    def contractions_of(self, parameter: Tensor) -> Contractions | None:
+        """Return what computes inner products from a gradient's factors, or None if nothing can."""
+        return None if id(parameter) in self._scales else self._contractions
 
     def rows_of(self, parameter: Tensor, rows: Tensor | slice) -> Tensor:
         """Return the directions of some vectors, shape (vectors, entries)."""
+        if id(parameter) not in self._small:
+            return self._computed(parameter, rows)
+        if id(parameter) not in self._held:
+            self._held[id(parameter)] = self._computed(parameter, slice(None))
+        return self._held[id(parameter)][rows]
+
+    def _computed(self, parameter: Tensor, rows: Tensor | slice) -> Tensor:
         offset, n_entries = self._offsets[id(parameter)], parameter.numel()
-        directions = back_project(self.vectors[rows], self._projection, offset, n_entries)
+        directions = back_project(self._vectors[rows], self._projection, offset, n_entries)
         scale = self._scales.get(id(parameter))
         return directions if scale is None else directions * scale.flatten()
 
@@ -137,13 +97,13 @@ class Shares:
 
     The gradient of a weight is sum_t a_t b_t^T over tokens t, and is never formed. With the
     direction D of v, the share of token t is a_t^T D b_t. For a tensor sketch, D is not needed if
-    it is cheaper to sketch each token's factors once for all vectors.
+    it is cheaper to sketch each token's factors once for all vectors. ``n_tokens`` is the number of
+    tokens of a sample, or 0 for samples that are not texts.
 
     Attributes:
         by_token: Shape (pairs, tokens + 1), float64. The last column has the terms that belong to
             no single token, such as those of position embeddings.
-        by_parameter: Shape (pairs, parameters), float64. Each row has the same sum as in
-            ``by_token``.
+        by_parameter: Shape (pairs, parameters), float64, with the same sums of rows.
     """
 
     in_order: ClassVar[bool] = True
@@ -154,12 +114,12 @@ class Shares:
         parameters: Mapping[str, nn.Parameter],
         directions: Directions,
         pairs: Pairs,
-        by_token: Tensor,
-        by_parameter: Tensor,
+        n_tokens: int,
     ):
-        self._parameters, self._directions, self._pairs = parameters, directions, pairs
-        self.by_token, self.by_parameter = by_token, by_parameter
-        self._groups = pairs.groups()
+        self._directions, self._n_tokens = directions, n_tokens
+        shapes = (len(pairs.samples), n_tokens + 1), (len(pairs.samples), len(parameters))
+        device = pairs.samples.device
+        self._begin(pairs, *(torch.zeros(s, dtype=torch.float64, device=device) for s in shapes))
         # The index of each parameter among all parameters and among those that are not empty.
         self._numbers: dict[int, tuple[int, int]] = {}
         matrix = 0
@@ -167,66 +127,31 @@ class Shares:
             self._numbers[id(parameter)] = number, matrix
             matrix += parameter.numel() > 0
 
-    @classmethod
-    def zeros(
-        cls,
-        parameters: Mapping[str, nn.Parameter],
-        directions: Directions,
-        pairs: Pairs,
-        n_tokens: int,
-    ) -> Self:
-        """Return a consumer with zeros. ``n_tokens`` is 0 for samples that are not texts."""
-        by_token, by_parameter = (
-            torch.zeros(len(pairs.samples), n, dtype=torch.float64, device=pairs.samples.device)
-            for n in (n_tokens + 1, len(parameters))
-        )
-        return cls(parameters, directions, pairs, by_token, by_parameter)
-
-    @property
-    def _n_tokens(self) -> int:
-        return self.by_token.shape[1] - 1
+    def _begin(self, pairs: Pairs, by_token: Tensor, by_parameter: Tensor) -> None:
+        """Set the pairs, and the tensors to which their shares are added."""
+        self._pairs, self._groups = pairs, pairs.groups()
+        self._distinct = pairs.vectors.unique(return_inverse=True)
+        self.by_token, self.by_parameter = by_token, by_parameter
 
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
         if not parameter.numel() or not self._groups:
             return
         number, matrix = self._numbers[id(parameter)]
         shape = matrix_shape(parameter.shape)
-        contractions = self._directions.contractions
-        if contractions is not None and not self._directions.are_scaled(parameter):
+        contractions = self._directions.contractions_of(parameter)
+        if contractions is not None:
             uses = [u for u in uses if not self._contract(contractions, u, shape, number, matrix)]
         if not uses:
             return
-        held = self._directions.held(parameter)
-        if held is not None:
-            for part in self._parts_of(uses, shape):
-                self._add_shares(part.first, self._products(part, held), number)
-            return
-        used, indices = self._pairs.vectors.unique(return_inverse=True)
+        used, indices = self._distinct
         step = max(1, PIECE // parameter.numel())
         for start in range(0, len(used), step):
             chunk = self._directions.rows_of(parameter, used[start : start + step])
             (pairs,) = torch.where((indices >= start) & (indices < start + step))
             groups, in_chunk = self._pairs.groups(pairs), indices[pairs] - start
-            for part in self._parts_of(uses, shape):
-                shares = [part.inner(b, chunk[in_chunk[rows]]) for b, rows in groups]
-                self._add_shares(part.first, torch.cat(shares), number, pairs)
-
-    def _products(self, part: _Part, directions: Tensor) -> Tensor:
-        """Return the inner products of all pairs, shape (pairs, positions)."""
-        vectors, terms = self._pairs.vectors, part.terms
-        most = max(rows.stop - rows.start for _, rows in self._groups)
-        if terms is not None and terms.shape[1] == 1:
-            directions = directions[:, part.entry : part.entry + terms.shape[2]]
-            return (terms[:, 0] @ directions.T)[self._pairs.samples, vectors].unsqueeze(1)
-        if terms is None or len(terms) * most * terms.shape[2] > PIECE:
-            return torch.cat([part.inner(b, directions[vectors[rows]]) for b, rows in self._groups])
-        directions = directions[:, part.entry : part.entry + terms.shape[2]]
-        # bmm multiplies all samples in one call. Samples with fewer pairs than others are padded.
-        padded = vectors.new_zeros(len(terms), most)
-        ranks = torch.cat([torch.arange(rows.stop - rows.start) for _, rows in self._groups])
-        positions = self._pairs.samples, ranks.to(vectors.device)
-        padded[positions] = vectors
-        return torch.bmm(directions[padded], terms.mT)[positions]
+            for first, inner in self._parts(uses, shape):
+                shares = [inner(b, chunk[in_chunk[rows]]) for b, rows in groups]
+                self._add_shares(first, torch.cat(shares), number, pairs)
 
     def _contract(
         self,
@@ -240,33 +165,23 @@ class Shares:
         pairs = self._groups, self._pairs.vectors
         if isinstance(use, Lookup) and use.matrix == shape:
             shares = contractions.inner_with_lookups(matrix, use.indices, use.gradients[0], *pairs)
-            self._add_shares(0 if self._are_tokens(use, use.indices) else None, shares, number)
+            self._add_shares(self._first(use, use.indices.shape[1]), shares, number)
             return True
-        if isinstance(use, Outer) and use.matrix == shape:
-            n_tokens, outers = use.inputs.shape[1], [use]
-            has_tokens = self._are_tokens(use, use.inputs)
-        elif isinstance(use, MarginFactors) and use.matrix == shape:
-            n_tokens, outers = use.n_tokens, use.outers()
-            has_tokens = n_tokens <= self._n_tokens
-        else:
-            return False
+        n_tokens, factors = factors_of(use, shape)
         sizes = use.n_rows, len(self._pairs.samples), n_tokens
-        if not contractions.prefers_factors(*sizes, matrix):
+        if not n_tokens or not contractions.prefers_factors(*sizes, matrix):
             return False
-        first = 0
-        for outer in outers:
-            left, right = outer.inputs, outer.gradients[0]
-            left, right = (right, left) if outer.is_transposed else (left, right)
+        first = self._first(use, n_tokens)
+        for left, right in factors:
             shares = contractions.inner_with_products(matrix, left, right, *pairs)
-            self._add_shares(first if has_tokens else None, shares, number)
-            first += shares.shape[1]
+            self._add_shares(first, shares, number)
+            first = None if first is None else first + shares.shape[1]
         return True
 
     def _add_shares(
-        self, first: int | None, shares: Tensor, number: int, pairs: Tensor | None = None
+        self, first: int | None, shares: Tensor, number: int, rows: Tensor | slice = slice(None)
     ) -> None:
         """Add shares of the tokens from ``first`` on. None adds them to the last column."""
-        rows = slice(None) if pairs is None else pairs
         shares = shares.double()
         sums = shares.sum(1)
         if first is None:
@@ -275,50 +190,52 @@ class Shares:
             self.by_token[rows, first : first + shares.shape[1]] += shares
         self.by_parameter[rows, number] += sums
 
-    def _parts_of(self, uses: Sequence[Contribution], shape: tuple[int, int]) -> Iterator[_Part]:
-        return itertools.chain.from_iterable(self._parts(use, shape) for use in uses)
+    def _parts(
+        self, uses: Sequence[Contribution], shape: tuple[int, int]
+    ) -> Iterator[tuple[int | None, _Inner]]:
+        """Yield gradients whose sum over ``uses`` is a parameter's gradient.
 
-    def _parts(self, use: Contribution, shape: tuple[int, int]) -> Iterator[_Part]:
-        """Yield the parts of a use's gradient. Positions are tokens if their counts are equal."""
-        if isinstance(use, MarginFactors | BiasFactors) and use.matrix == shape:
-            of_weight = use.of_weight if isinstance(use, BiasFactors) else use
-            first = 0
-            for outer in use.outers():
-                has_tokens = of_weight.n_tokens <= self._n_tokens
-                yield _Part(first if has_tokens else None, _of_outer(outer, shape))
-                first += outer.inputs.shape[1]
-        elif isinstance(use, Outer) and use.matrix == shape:
-            yield _Part(self._first(use, use.inputs), _of_outer(use, shape))
-        elif isinstance(use, Lookup) and use.matrix == shape:
-            yield _Part(self._first(use, use.indices), _of_lookup(use, shape))
-        elif isinstance(use, Dense) and use.terms is not None:
-            terms = use.terms()[0]
-            # A scalar parameter's terms lack the last dimension, which this adds.
-            terms = terms.reshape(*terms.shape[:2], shape[0] * shape[1]).float()
-            yield _of_terms(self._first(use, terms), terms)
-        else:
-            for first, rows in summed_parts([use]):
-                yield _of_terms(None, rows.float().unsqueeze(1), first)
+        Each is a sum of terms at positions. The first value is the token at the first position, or
+        None if positions are not tokens. The second computes inner products with the terms.
+        """
+        for use in uses:
+            if isinstance(use, MarginFactors | BiasFactors) and use.matrix == shape:
+                of_weight = use.of_weight if isinstance(use, BiasFactors) else use
+                first = self._first(of_weight, of_weight.n_tokens)
+                for outer in use.outers():
+                    yield first, _of_outer(outer, shape)
+                    first = None if first is None else first + outer.inputs.shape[1]
+            elif isinstance(use, Outer) and use.matrix == shape:
+                yield self._first(use, use.inputs.shape[1]), _of_outer(use, shape)
+            elif isinstance(use, Lookup) and use.matrix == shape:
+                yield self._first(use, use.indices.shape[1]), _of_lookup(use, shape)
+            elif isinstance(use, Dense) and use.terms is not None:
+                terms = use.terms()[0]
+                # A scalar parameter's terms lack the last dimension, which this adds.
+                terms = terms.reshape(*terms.shape[:2], shape[0] * shape[1]).float()
+                yield self._first(use, terms.shape[1]), _of_terms(terms)
+            else:
+                for entry, rows in summed_parts([use]):
+                    yield None, _of_terms(rows.float().unsqueeze(1), entry)
 
-    def _first(self, use: Contribution, positions: Tensor) -> int | None:
-        return 0 if self._are_tokens(use, positions) else None
-
-    def _are_tokens(self, use: Contribution, positions: Tensor) -> bool:
-        """Return whether there are as many positions (batch, positions, ...) as tokens."""
-        return 0 < positions.shape[1] == self._n_tokens and not use.has_ranks
+    def _first(self, use: Contribution, n_positions: int) -> int | None:
+        """Return 0, the token at the first position, or None if positions are not tokens."""
+        if isinstance(use, MarginFactors):  # no margin predicts token 0 of a causal model
+            return 0 if n_positions <= self._n_tokens else None
+        return 0 if 0 < n_positions == self._n_tokens and not use.has_ranks else None
 
     def of(self, samples: slice) -> Self:
         ends = self._pairs.samples.new_tensor([samples.start, samples.stop])
         rows = slice(*torch.searchsorted(self._pairs.samples, ends).tolist())
         pairs = Pairs(self._pairs.samples[rows] - samples.start, self._pairs.vectors[rows])
-        return self._with(pairs, self.by_token[rows], self.by_parameter[rows])
+        other = copy.copy(self)
+        other._begin(pairs, self.by_token[rows], self.by_parameter[rows])
+        return other
 
     def empty(self) -> Self:
-        totals = torch.zeros_like(self.by_token), torch.zeros_like(self.by_parameter)
-        return self._with(self._pairs, *totals)
-
-    def _with(self, pairs: Pairs, by_token: Tensor, by_parameter: Tensor) -> Self:
-        return type(self)(self._parameters, self._directions, pairs, by_token, by_parameter)
+        other, totals = copy.copy(self), (self.by_token, self.by_parameter)
+        other._begin(self._pairs, *map(torch.zeros_like, totals))
+        return other
 
     def add(self, other: Self) -> None:
         self.by_token += other.by_token
@@ -326,6 +243,12 @@ class Shares:
 
     def finish(self) -> None:
         """Do nothing, because ``take`` has already added all terms."""
+
+
+def _of_terms(terms: Tensor, entry: int = 0) -> _Inner:
+    """Return the function for terms (batch, positions, entries) of entries from ``entry`` on."""
+    part = slice(entry, entry + terms.shape[2])
+    return lambda sample, directions: directions[:, part] @ terms[sample].T
 
 
 def _of_outer(use: Outer, shape: tuple[int, int]) -> _Inner:

@@ -1,9 +1,10 @@
 """Compute the features of samples for one checkpoint, in memory or in a file."""
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import chain, pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,8 +12,8 @@ from torch import Tensor
 
 from trak_core.artifacts import FEATURE_SHARD, FEATURES, create, software
 from trak_core.attribution.batch_by_length import subset
-from trak_core.attribution.device import device_name
-from trak_core.attribution.label_draws import no_loss_noise
+from trak_core.attribution.device import Compute, device_name
+from trak_core.attribution.label_draws import SampledNormal
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.project_gradients import (
     QueuedFeatures,
@@ -21,7 +22,6 @@ from trak_core.attribution.project_gradients import (
     stored_rows,
 )
 from trak_core.attribution.sample_outputs import write_columns
-from trak_core.attribution.sampled_normal import SampledNormal
 from trak_core.dependency_digests import content_digest
 from trak_core.gradients import GradientMethod, Variety, in_chunks
 from trak_core.runtime.progress import log, with_progress
@@ -44,28 +44,17 @@ def feature_blocks(
     loaded: LoadedModel,
     data: Split,
     spec: FeaturesSpec,
+    compute: Compute,
     *,
     method_of: MethodOf,
-    batch_size: int,
-    memory_mb: int,
-    threads: int,
     must_differ: bool,
     sampled: SampledNormal | None = None,
 ) -> Iterator[tuple[int, int, np.ndarray, list[Tensor]]]:
     """Yield features phi = scale R^T g in the order of the samples, one block at a time.
 
     g is the gradient of the model output, shape (p,), and R the projection of ``projection_for``.
-
-    Args:
-        loaded: The model with the weights of a checkpoint.
-        data: The samples.
-        spec: The settings that determine the features. Their stored dtype is ``spec.dtype``.
-        method_of: A function that chooses the gradient method, given a few samples.
-        batch_size: The largest number of samples in a batch.
-        memory_mb: Memory in MiB for gradients and activations. It may limit the batch size further.
-        threads: The number of CPU threads for the projection.
-        must_differ: Whether to raise an error if all features are equal.
-        sampled: The sum to which terms for drawn labels of all samples are added, or None.
+    ``method_of`` chooses the gradient method, given a few samples. With ``must_differ``, an error
+    is raised if all features are equal. Terms for drawn labels are added to ``sampled``, if given.
 
     Yields:
         Start and stop of the block; features, shape (rows, k), rounded to their stored dtype; label
@@ -73,14 +62,12 @@ def feature_blocks(
 
     Source: Park et al., "TRAK", ICML 2023, section 3.2.
     """
-    projection = projection_for(loaded, spec)
+    projection, memory_mb = projection_for(loaded, spec), compute.memory_mb
     # The features of a window are in memory until they are yielded in the study's order.
     window = max(_LEAST_WINDOW, _WINDOW_BYTES // (4 * projection.proj_dim))
     (samples,) = loaded.ordered(data, window=window)
     if sampled is None:
         loaded = loaded.in_pieces(samples, memory_mb)
-    elif loaded.output.loss_noise is None:
-        raise no_loss_noise()
     few, n_classes = loaded.few(samples)
     needed = loaded.memory(few, memory_mb)
     if sampled is not None:
@@ -88,26 +75,24 @@ def feature_blocks(
         needed = needed.mapped(lambda m: replace(m, activation_bytes=m.activation_bytes + more))
     with samples.naming_longest():
         room = needed.room(loaded.device, memory_mb)
-    chunk = min(batch_size, room.most(needed.longest))
+    chunk = min(compute.batch_size, room.most(needed.longest))
     loaded.check_apart(few, chunk)
     method = method_of(loaded, few)
     chunk_mb = needed.of_longest.of(chunk) / 2**20
     log(f"{chunk} samples at once, about {chunk_mb:.3g} MiB together")
-    if samples.lengths is not None:
-        most = min(batch_size, room.most(needed.shortest))
-        lengths = f"{needed.shortest} to {needed.longest} tokens"
-        log(f"texts of {lengths}: up to {most} of the shortest in a batch")
 
     def queued(first: int, last: int) -> QueuedFeatures:
         batch, ids = loaded.checked(samples, first, last, n_classes), samples.split.ids[first:last]
-        given = loaded.model, loaded.parameters, loaded.output, batch
-        features = queued_features(method, *given, projection, ids, threads, loaded.scales)
+        given, more = (loaded.output, batch), (projection, ids, compute.threads)
+        features = queued_features(
+            method, loaded.model, loaded.parameters, *given, *more, loaded.scales
+        )
         if sampled is not None:
-            sampled.add(method, loaded, batch, ids, threads)
+            sampled.add(method, loaded, batch, ids, compute.threads)
         return features
 
     variety, n = Variety(), len(data.ids)
-    chunks = _awaited(in_chunks(queued, n, samples.batches_of(batch_size, room)))
+    chunks = _awaited(in_chunks(queued, n, samples.batches_of(compute.batch_size, room)))
     for first, last, (exact, *columns) in samples.in_order(with_progress(chunks, n, "samples")):
         variety.add(exact.numpy())
         yield first, last, stored_rows(exact.numpy(), spec.dtype, data.ids[first:last]), columns
@@ -117,20 +102,11 @@ def feature_blocks(
 def _awaited(
     chunks: Iterable[tuple[int, int, QueuedFeatures]],
 ) -> Iterator[tuple[int, int, list[Tensor]]]:
-    """Yield features as tensors. On a GPU, each batch is awaited after the next one is queued."""
-    queue: deque[tuple[int, int, QueuedFeatures]] = deque()
-
-    def first() -> tuple[int, int, list[Tensor]]:
-        start, stop, features = queue.popleft()
+    """Yield features as tensors. Each batch is awaited after a GPU has got the next one."""
+    end: Any = None
+    for (start, stop, features), _ in pairwise(chain(chunks, [end])):
         rows, columns = features.wait()
-        return start, stop, [torch.from_numpy(rows), *columns]
-
-    for chunk in chunks:
-        queue.append(chunk)
-        if len(queue) > 1 or chunk[2].event is None:
-            yield first()
-    if queue:
-        yield first()
+        yield start, stop, [torch.from_numpy(rows), *columns]
 
 
 def write_features(
@@ -138,14 +114,12 @@ def write_features(
     loaded: LoadedModel,
     data: Split,
     spec: FeaturesSpec,
+    compute: Compute,
     *,
     method_of: MethodOf,
+    code: str,
     shard: int = 1,
     n_shards: int = 1,
-    code: str,
-    batch_size: int,
-    memory_mb: int,
-    threads: int,
 ) -> None:
     """Write the features of a split's samples, or of one shard (1 to ``n_shards``) of them."""
     start, stop = (len(data.ids) * i // n_shards for i in (shard - 1, shard))
@@ -166,15 +140,13 @@ def write_features(
     )
     own = subset(data, range(start, stop))
     sampled = SampledNormal(projection, spec.label_draws) if spec.label_draws else None
-    left_mb = memory_mb - (0 if sampled is None else sampled.total.nbytes // 2**20)
+    left_mb = compute.memory_mb - (0 if sampled is None else sampled.total.nbytes // 2**20)
     blocks = feature_blocks(
         loaded,
         own,
         spec,
+        replace(compute, memory_mb=max(0, left_mb)),
         method_of=method_of,
-        batch_size=batch_size,
-        memory_mb=max(0, left_mb),
-        threads=threads,
         sampled=sampled,
         # A shard may consist of a few training samples with equal features.
         must_differ=spec.split == TRAIN and n_shards == 1,

@@ -1,8 +1,4 @@
-"""Compute per-sample gradients with TRAK's two classes: in one backward pass, or one by one.
-
-Both classes use the methods of ``trak_core.gradients``, and their results agree up to rounding.
-Parameters are in the order of ``named_parameters``.
-"""
+"""Compute per-sample gradients with TRAK's two classes: in one backward pass, or one by one."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -99,10 +95,9 @@ class AbstractGradientComputer(ABC):
 class FunctionalGradientComputer(AbstractGradientComputer):
     """Compute the gradients of all samples in one backward pass, as a dict of (B, *shape).
 
-    ``trak`` calls ``torch.func.vmap(grad(...))`` instead. Here, ``torch.vmap`` is called only for
-    the ``get_output`` of a user-defined task. Only the parameters in ``grad_wrt`` are
-    differentiated. If the model or task does not support one backward pass, samples are
-    differentiated one by one, and a notice is printed.
+    ``torch.vmap`` is called only for the ``get_output`` of a user-defined task. If the model or
+    task does not support one backward pass, samples are differentiated one by one, and a notice is
+    printed.
     """
 
     _functional: ClassVar[bool] = True
@@ -157,10 +152,7 @@ class FunctionalGradientComputer(AbstractGradientComputer):
     def features(
         self, batch: Sequence[Tensor], projection: ProjectionSpec, ids: Sequence[object]
     ) -> tuple[np.ndarray, Tensor | None]:
-        """Return projected gradients (B, k), and Q (B, 1), or None if Q requires another pass.
-
-        Whole gradients are never stored in memory. Messages identify the samples by ``ids``.
-        """
+        """Return projected gradients (B, k), and Q (B, 1), or None if Q requires another pass."""
         method, arguments = self._method_and_arguments(batch)
         threads = torch.get_num_threads()
         rows, columns = queued_features(
@@ -176,8 +168,8 @@ class FunctionalGradientComputer(AbstractGradientComputer):
 class IterativeGradientComputer(FunctionalGradientComputer):
     """Compute gradients by autograd in a loop over samples, shape (B, grad_dim).
 
-    The task's ``get_output`` is called once for each sample, with None for weights and buffers. It
-    takes a batch of one sample, or the sample without batch dimension if ``task.per_sample``.
+    The task's ``get_output`` takes a batch of one sample, or the sample without batch dimension if
+    ``task.per_sample``, and None for weights and buffers.
     """
 
     _functional = False

@@ -1,8 +1,4 @@
-"""Compute TRAK's model outputs f(z; theta) and loss weights Q, with one class for each task.
-
-``trak_core.model_outputs`` implements the formulas. A user-defined task is a subclass of
-``AbstractModelOutput`` that defines its two methods.
-"""
+"""Compute TRAK's model outputs f(z; theta) and loss weights Q, with one class for each task."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,10 +18,7 @@ Weights = Mapping[str, Tensor] | None
 
 
 def is_unmodified(instance: object) -> bool:
-    """Return whether the class of ``instance`` is in this package, with no method replaced.
-
-    Only for such an instance are faster methods known to return the same result.
-    """
+    """Return whether the class of ``instance`` is in this package, with no method replaced."""
     kind = type(instance)
     is_builtin = kind.__module__.startswith(f"{__package__}.")
     return is_builtin and not any(hasattr(kind, name) for name in vars(instance))
@@ -60,10 +53,9 @@ class AbstractModelOutput(ABC):
 
 
 class ImageClassificationModelOutput(AbstractModelOutput):
-    """The log-odds of the label, f = log(p_y / (1 - p_y)), for a model that returns logits.
+    """The log-odds of the label, the last entry of a sample, for a model that returns logits.
 
-    The label is the last entry of a sample. ``temperature`` is the softmax temperature of the
-    training loss. It changes Q, but not f.
+    ``temperature`` is the softmax temperature of the training loss. It changes Q, but not f.
     """
 
     per_sample = True
@@ -132,10 +124,10 @@ def classification_batch(task: AbstractModelOutput, batch: Sequence[Tensor]) -> 
 class CLIPModelOutput(AbstractModelOutput):
     """The contrastive margin of an image and its text against a simulated batch.
 
-    f is the sum of ``trak_core.model_outputs.clip.pair_margins``. ``get_embeddings`` draws the
-    ``sim_batch_size`` pairs of the simulated batch uniformly, with a fixed seed. The model takes
-    ``image`` and ``text`` and returns image embeddings, text embeddings and the logit scale, as
-    open_clip's models do. ``temperature``, if given, replaces the logit scale.
+    f is the sum of ``trak_core.model_outputs.clip.pair_margins``. The simulated batch is drawn with
+    a fixed seed. The model takes ``image`` and ``text`` and returns image embeddings, text
+    embeddings and the logit scale, as open_clip's models do. ``temperature``, if given, replaces
+    the logit scale.
 
     Source: Park et al., "TRAK", ICML 2023, section 5.1.
     """
@@ -162,10 +154,7 @@ class CLIPModelOutput(AbstractModelOutput):
         preprocess_fn_img: Callable[[Any], Tensor] | None = None,
         preprocess_fn_txt: Callable[[Any], Tensor] | None = None,
     ) -> None:
-        """Compute embeddings of the first ``size`` pairs of a loader of batches (images, texts).
-
-        ``batch_size`` and ``embedding_dim`` are ignored.
-        """
+        """Compute embeddings of the first ``size`` pairs of a loader of batches (images, texts)."""
         parts: list[Tensor] = []
         with torch.no_grad():
             for images, texts in loader:

@@ -1,8 +1,7 @@
 """Project gradients with TRAK's projector classes, which all apply the same matrix.
 
-An entry of the matrix depends only on the seed, the model id, its row and its column. It does not
-depend on the class, block size, chunks, dtype or device, and it is not scaled. Results are float32
-for gradients of any dtype, because sums in float16 could overflow.
+An entry of the matrix depends only on the seed, the model id, its row and its column, and is not
+scaled. Results are float32 for gradients of any dtype, because sums in float16 could overflow.
 """
 
 from abc import ABC, abstractmethod
@@ -33,10 +32,7 @@ class ProjectionType(StrEnum):
 def vectorize(
     g: Mapping[str, Tensor], arr: Tensor | None = None, device: Device = "cuda"
 ) -> Tensor:
-    """Return gradients of shape (B, *shape) as one tensor of shape (B, p), in the dict's order.
-
-    The result is written to ``arr`` if given, otherwise to a new tensor on ``device``.
-    """
+    """Return gradients (B, *shape) as one tensor (B, p), or write them to ``arr``."""
     device = device if arr is None else arr.device
     flat = torch.cat([x.detach().reshape(len(x), -1).to(device) for x in g.values()], dim=1)
     return flat if arr is None else arr.copy_(flat)
@@ -55,8 +51,7 @@ class AbstractProjector(ABC):
     def project(self, grads: Gradients, model_id: int) -> Tensor:
         """Return features (B, proj_dim), computed with the matrix of ``model_id``.
 
-        ``grads`` is a tensor of shape (B, grad_dim), or a dict of tensors of shape (B, *shape),
-        which are flattened and concatenated in the order of the dict.
+        ``grads`` is a tensor (B, grad_dim), or a dict of tensors (B, *shape) (see ``vectorize``).
         """
 
     def free_memory(self) -> None:  # ruff: ignore[empty-method-without-abstract-decorator]
@@ -92,7 +87,6 @@ class NoOpProjector(AbstractProjector):
 class BasicProjector(AbstractProjector):
     """A projector for any device that never stores the whole matrix in memory.
 
-    ``seed`` is an unsigned 64-bit integer. Only ``generate_sketch_matrix`` uses ``block_size``.
     ``dtype`` and ``max_batch_size`` are ignored.
     """
 
@@ -190,10 +184,7 @@ class CudaProjector(BasicProjector):
 
 
 class ChunkedCudaProjector(BasicProjector):
-    """A projector that takes the arguments of TRAK's projector for groups of parameters.
-
-    A single matrix, with the seed of the first projector, projects the gradients of all groups.
-    """
+    """A projector that projects groups of parameters with one matrix and the first one's seed."""
 
     def __init__(
         self,

@@ -9,8 +9,7 @@
     scores/{exp}.mmap        (n, m)
 
 Each ``.mmap`` file has the format ``.npy``. Files are created atomically, JSON files are replaced
-atomically, and processes lock the files that they share. Therefore a killed process leaves no
-partial file, and processes with different model ids do not overwrite each other's results.
+atomically, and processes lock the files that they share.
 """
 
 import contextlib
@@ -64,11 +63,8 @@ def _open_map(
 class AbstractSaver(ABC):
     """Base class of stores, which contain the arrays of a TRAKer and their state.
 
-    Attributes:
-        model_ids: The state of each model id: is_featurized, is_finalized, and, once they are set,
-            lambda_reg and checkpoint.
-        experiments: The num_targets, scores_path and scores_finalized of each experiment, by name.
-        current_model_id: The model id of the arrays in ``current_store``; None if none was opened.
+    ``model_ids`` and ``experiments`` are the states in the JSON files. ``current_store`` contains
+    the open arrays of the model id ``current_model_id``.
     """
 
     @abstractmethod
@@ -252,10 +248,7 @@ class MmapSaver(AbstractSaver):
         self.load_current_store(model_id, mode="r")
 
     def _update_experiment(self, exp_name: str, new: Any, **changes: Any) -> dict[str, Any]:
-        """Return an experiment's state, to which ``changes`` are first written.
-
-        The state of a new experiment is ``new``. The caller must have locked the folder.
-        """
+        """Write ``changes`` to the state of an experiment, or to ``new``, and return the state."""
         experiments = json.loads(self.experiments_file.read_text())
         experiments[exp_name] = experiments.get(exp_name, new) | changes
         _write_json(self.experiments_file, experiments)

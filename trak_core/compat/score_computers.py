@@ -4,8 +4,7 @@
     scores = mean_c(G_c K_c T_c^T) * mean_c(Q_c)
 
 with checkpoints c, projected training gradients G_c (n, k), target gradients T_c (m, k) and loss
-weights Q_c (n, 1). G_c^T G_c and its inverse are computed in float64. For a singular matrix, inv is
-the pseudo-inverse.
+weights Q_c (n, 1). G_c^T G_c and inv, the inverse or pseudo-inverse, are computed in float64.
 
 Source: the package ``trak``, version 0.3.2; Park et al., "TRAK", ICML 2023, equations 16 and 17.
 """
@@ -46,10 +45,7 @@ def get_matrix_mult_standard(
 def get_matrix_mult_blockwise(
     features: Tensor, target_grads: Tensor, target_dtype: torch.dtype, bs: int
 ) -> Tensor:
-    """Return ``features @ target_grads.T`` on the CPU.
-
-    It is computed in blocks of ``bs`` rows, on a GPU if there is one.
-    """
+    """Return ``features @ target_grads.T`` on the CPU, computed on a GPU if there is one."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     columns, rows = target_grads.to(device), features.split(bs)
     return torch.cat([
@@ -66,8 +62,7 @@ def get_matrix_mult(
 ) -> Tensor:
     """Return ``features @ target_grads.T``, shape (n, m), for shapes (n, k) and (m, k).
 
-    With ``use_blockwise``, or if the product does not fit on the GPU, it is computed in blocks of
-    ``batch_size`` rows and returned on the CPU. The default dtype is that of the features.
+    If ``use_blockwise``, or on a GPU without enough memory, the product is returned on the CPU.
     """
     dtype, device = target_dtype or features.dtype, features.device
     needed = get_output_memory(features, target_grads, dtype)
@@ -79,11 +74,7 @@ def get_matrix_mult(
 class AbstractScoreComputer(ABC):
     """Base class of classes that compute G^T G, the features G K, and the scores (G K) T^T.
 
-    ``dtype`` is the dtype of stored arrays. It does not change the dtype of sums.
-
-    Attributes:
-        max_rank: The highest possible rank of G, min(n, p), which TRAKer sets. The rounding of G to
-            float16 could otherwise raise its numerical rank.
+    TRAKer sets ``max_rank`` to min(n, p), because rounding to ``dtype`` could raise G's rank.
     """
 
     max_rank: int | None = None

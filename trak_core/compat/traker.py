@@ -35,8 +35,7 @@ from trak_core.settings import Combine, ProjectionSpec
 from trak_core.study.load_checkpoint import load_state_dict, state_dict_sha256
 
 Positions = Iterable[int] | np.ndarray | Tensor | None
-# The number of samples in a backward pass on a CPU. Larger batches are slower, except for small
-# networks, as benchmarks/batches.py measures.
+# The number of samples in a backward pass on a CPU. Larger batches are slower for most networks.
 _SAMPLES_AT_ONCE = 128
 
 
@@ -51,8 +50,7 @@ def _positions(inds: Positions, num_samples: int | None, start: int, n: int, end
     if not len(rows) == len({*rows}) == n or any(not 0 <= i < end for i in rows):
         raise InputError(
             f"A batch of {n} samples needs {n} different positions from 0 to {end - 1}. Found "
-            f"{len(rows)}: {listed(rows)}. With `num_samples`, they continue those of the last "
-            "call.",
+            f"{len(rows)}: {listed(rows)}.",
             code="compat.positions",
         )
     return rows
@@ -77,9 +75,8 @@ def _check_not_zero(gradients: np.ndarray) -> None:
     if len(gradients) > 1 and not gradients.any():
         raise InputError(
             f"Gradients must not be 0 for all samples. Found only zeros for {len(gradients)} "
-            f"samples, in {gradients.dtype}. `get_output` gets one sample, so a loss that "
-            "compares samples of a batch is constant. Compare with fixed samples instead, as in "
-            "CLIPModelOutput.",
+            f"samples, in {gradients.dtype}. `get_output` gets one sample, so compare it with "
+            "fixed samples, as in CLIPModelOutput, not with other samples of a batch.",
             code="compat.all_zero",
         )
 
@@ -125,8 +122,7 @@ class TRAKer:
         projection to ``proj_dim`` dimensions, which should be well below ``train_set_size`` and the
         number of parameters. ``grad_wrt`` names the parameters to differentiate. None selects all.
         With ``load_from_save_dir``, model ids and experiments of other processes are read. With
-        ``use_half_precision``, arrays are stored as float16, and sums are in float32 or float64.
-        ``proj_max_batch_size`` is ignored.
+        ``use_half_precision``, arrays are stored as float16. ``proj_max_batch_size`` is ignored.
         """
         if not 0 <= lambda_reg < math.inf:
             message = f"`lambda_reg` must be a finite number >= 0. Found {lambda_reg!r}."
@@ -142,20 +138,17 @@ class TRAKer:
         self.normalize_factor = torch.tensor(float(self.num_params_for_grad)).sqrt()
         self.init_projector(projector, proj_dim, proj_max_batch_size)
         given: dict[str, Any] = {"dtype": self.dtype, "device": device}
+        n_params = self.num_params_for_grad
         computer: Any = gradient_computer
-        self.gradient_computer: AbstractGradientComputer = computer(
-            model=model,
-            task=self.task,
-            grad_dim=self.num_params_for_grad,
-            grad_wrt=self.grad_wrt,
-            **given,
+        self.gradient_computer: Any = computer(
+            model=model, task=self.task, grad_dim=n_params, grad_wrt=self.grad_wrt, **given
         )
         given |= {"logging_level": logging_level, "lambda_reg": self.lambda_reg}
         self.score_computer = (score_computer or BasicScoreComputer)(**given)
-        self.score_computer.max_rank = min(train_set_size, self.num_params_for_grad)
+        self.score_computer.max_rank = min(train_set_size, n_params)
         self.save_dir, self.load_from_save_dir = Path(save_dir).resolve(), load_from_save_dir
         spec = self._projection(0)
-        matrix = {} if spec is None else spec.as_dict()
+        matrix = spec.as_dict() if spec else {}
         store: Any = saver or MmapSaver
         self.saver: AbstractSaver = store(
             save_dir=self.save_dir,
@@ -183,21 +176,19 @@ class TRAKer:
         self, projector: AbstractProjector | None, proj_dim: int | None, proj_max_batch_size: int
     ) -> None:
         """Set ``projector``, a rademacher projection unless one is given, and ``proj_dim``."""
-        chosen: Any = projector
-        if chosen is None:
+        self.projector: Any = projector
+        if projector is None:
             device = torch.empty(0, device=self.device).device  # fails if it does not exist
             kind: Any = CudaProjector if device.type == "cuda" else BasicProjector
             sizes = self.num_params_for_grad, proj_dim, self.proj_seed
-            chosen = kind(*sizes, "rademacher", device, max_batch_size=proj_max_batch_size)
+            self.projector = kind(*sizes, "rademacher", device, max_batch_size=proj_max_batch_size)
         # A proj_dim of 0 means that gradients are not projected.
-        self.proj_dim: int = chosen.proj_dim or self.num_params_for_grad
-        self.projector: AbstractProjector = chosen
+        self.proj_dim: int = self.projector.proj_dim or self.num_params_for_grad
 
     def _projection(self, model_id: int) -> ProjectionSpec | None:
         """Return the projection of a model id, or None if the projector is user-defined."""
-        projector: Any = self.projector
-        is_known = is_unmodified(projector)
-        return projector.spec(model_id, self.num_params_for_grad) if is_known else None
+        is_known, n_params = is_unmodified(self.projector), self.num_params_for_grad
+        return self.projector.spec(model_id, n_params) if is_known else None
 
     def _load_weights(self, checkpoint: Mapping[str, Tensor], model_id: int) -> str:
         """Load a state dict into the model, and return the SHA-256 of the model's weights."""
@@ -210,9 +201,8 @@ class TRAKer:
     def _check_weights(self, model_id: int, digest: str) -> None:
         if self.saver.model_ids[model_id].get("checkpoint", digest) != digest:
             raise InputError(
-                f"A model id must always have the same weights. Found weights that differ from "
-                f"those featurized as {model_id} in {self.save_dir}. Use another model id. To "
-                f"start over, delete the folder {model_id} and id_{model_id}.json.",
+                "A model id must always have the same weights. Found weights that differ from "
+                f"those featurized as {model_id} in {self.save_dir}. Use another model id.",
                 code="compat.other_weights",
             )
 
@@ -224,9 +214,8 @@ class TRAKer:
     ) -> None:
         """Load a state dict into the model, and create or open the store of ``model_id``.
 
-        ``model_id``, from 0 to 2^32 - 1, determines the projection matrix. An error is raised if it
-        was featurized with different weights. Stored features are kept.
-        ``_allow_featurizing_already_registered`` is ignored.
+        ``model_id``, from 0 to 2^32 - 1, determines the projection matrix, and always has the same
+        weights. Stored features are kept. ``_allow_featurizing_already_registered`` is ignored.
         """
         model_id, saver = operator.index(model_id), self.saver
         digest = self._load_weights(checkpoint, model_id)
@@ -244,11 +233,7 @@ class TRAKer:
     def _gradients(
         self, batch: Sequence[Tensor], model_id: int, ids: Sequence[int]
     ) -> tuple[np.ndarray, Tensor | None]:
-        """Return projected gradients / sqrt(p), (B, k), and Q, (B, 1), or None if not computed.
-
-        Raise an error for labels out of range, and if the output for a sample depends on the other
-        samples of its batch. User-defined tasks are not checked.
-        """
+        """Return projected gradients / sqrt(p), (B, k), and Q, (B, 1), or None if not computed."""
         # User code may have put the model into training mode since load_checkpoint.
         self.model.eval()
         samples = classification_batch(self.task, batch)
@@ -259,7 +244,7 @@ class TRAKer:
                 check_samples_apart(*given, replace(samples, labels=torch.zeros_like(labels)))
                 self._n_classes = count_classes(*given, samples, labels.device)
             check_labels(labels, CLASSIFICATION, self._n_classes, ids)
-        computer: Any = self.gradient_computer
+        computer = self.gradient_computer
         projection = self._projection(model_id) if is_unmodified(computer) else None
 
         def compute(start: int, stop: int) -> tuple[Tensor, Tensor | None]:
@@ -270,8 +255,7 @@ class TRAKer:
             gradients = computer.compute_per_sample_grad(batch=part)
             return self.projector.project(gradients, model_id=model_id), None
 
-        # in_chunks halves the number of samples if memory is exhausted. On a GPU, queued_features
-        # chooses the number.
+        # in_chunks halves the number of samples if memory is exhausted.
         is_small = projection is not None and batch[0].device.type == "cpu"
         most = min(len(ids), _SAMPLES_AT_ONCE) if is_small else len(ids)
         parts = [part for *_, part in in_chunks(compute, len(ids), most)]
@@ -287,8 +271,8 @@ class TRAKer:
         """Compute the gradients and loss weights of training samples that are not stored yet.
 
         ``batch`` contains the tensors that the task takes, stacked along the first dimension. Pass
-        either ``inds``, the positions of the samples in the training set, or ``num_samples``, to
-        continue after the samples of the last call.
+        ``inds``, the samples' positions in the training set, or ``num_samples``, to continue after
+        the samples of the last call.
         """
         if not isinstance(self.ckpt_loaded, int):
             message = "Load a checkpoint using traker.load_checkpoint before featurizing."
@@ -314,7 +298,7 @@ class TRAKer:
         self._last_ind += len(ids) if inds is None else 0
 
     def _registered(self, model_ids: Iterable[int] | None) -> list[int]:
-        """Return the given model ids, which must be in the store. None selects all in the store."""
+        """Return the given model ids, which must be in the store, or all that it contains."""
         self.saver.refresh()
         chosen = sorted(self.saver.model_ids) if model_ids is None else [int(m) for m in model_ids]
         unknown = [m for m in chosen if not self.saver.is_registered(m)]
@@ -330,11 +314,10 @@ class TRAKer:
     def finalize_features(
         self, model_ids: Iterable[int] | None = None, del_grads: bool = False
     ) -> None:
-        """Compute the features G K of each checkpoint that has none for this ``lambda_reg``.
+        """Compute the features G K of ``score_computers`` for this ``lambda_reg``.
 
         If ``model_ids`` is None, all model ids in ``save_dir`` are used. With ``del_grads``, the
-        gradients are deleted afterwards. Features for another ``lambda_reg`` can then no longer be
-        computed. See ``score_computers`` for G K.
+        gradients are deleted afterwards, and no other ``lambda_reg`` can be used.
         """
         self.projector.free_memory()
         self._last_ind, saver = 0, self.saver
@@ -377,9 +360,8 @@ class TRAKer:
     ) -> None:
         """Load a featurized checkpoint, and create or open an experiment for it.
 
-        ``exp_name`` names a set of ``num_targets`` targets, and is part of file names. An error is
-        raised if the weights differ from those in ``featurize``, or if ``num_targets`` differs
-        from that of an earlier call for the same experiment.
+        ``exp_name`` names a set of ``num_targets`` targets, and is part of file names. The weights
+        must be those of ``featurize``, and an experiment's ``num_targets`` must not change.
         """
         (model_id,) = self._registered([model_id])
         digest = self._load_weights(checkpoint, model_id)
@@ -443,14 +425,12 @@ class TRAKer:
     ) -> np.ndarray:
         """Average the scores of an experiment over checkpoints, and store the result.
 
-        If ``model_ids`` is None, all model ids with finalized features are used, and a warning
-        lists the other model ids. A model id without scores raises an error. With ``allow_skip``,
-        it is skipped with a warning.
+        If ``model_ids`` is None, all model ids with finalized features are used, with a warning for
+        others. A model id without scores raises an error, or with ``allow_skip`` a warning.
 
         Returns:
             Scores, shape (n, m), float32, also stored as ``scores/{exp_name}.mmap`` and in the
-            attribute ``scores``. A positive score means that the training sample raised the model
-            output.
+            attribute ``scores``. A positive score means that the sample raised the model output.
         """
         chosen = self._registered(model_ids)
         reasons = {m: why for m in chosen if (why := self._why_unusable(m, exp_name))}

@@ -38,11 +38,7 @@ def is_not_buffer(ind: int, params_dict: Sequence[str]) -> bool:
 
 
 def get_parameter_chunk_sizes(model: nn.Module, batch_size: int) -> tuple[int, list[int]]:
-    """Return TRAK's maximum number of entries in a chunk, and the size of each chunk.
-
-    ``trak`` divides the parameters into chunks, because its kernel counts the entries of a batch
-    with 32 bits. This package needs no chunks.
-    """
+    """Return TRAK's maximum number of entries in a chunk, and the size of each chunk."""
     largest = (2**32 - 1) // batch_size
     chunks = [0]
     for size in (parameter.numel() for parameter in model.parameters()):
@@ -53,12 +49,7 @@ def get_parameter_chunk_sizes(model: nn.Module, batch_size: int) -> tuple[int, l
 
 
 def test_install(use_fast_jl: bool = True) -> None:  # ruff: ignore[pytest-parameter-with-default-argument]
-    """Test ``TRAKer`` with a tiny model, on a GPU if there is one and ``use_fast_jl`` is set.
-
-    Example:
-        >>> test_install(use_fast_jl=False)
-        trak_core.compat works on cpu.
-    """
+    """Test ``TRAKer`` with a tiny model, on a GPU if there is one and ``use_fast_jl`` is set."""
     device = "cuda" if use_fast_jl and torch.cuda.is_available() else "cpu"
     if use_fast_jl and device == "cpu":
         print("There is no CUDA device, so only the CPU code is tested, not the CUDA kernel:")

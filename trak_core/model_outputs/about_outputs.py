@@ -1,11 +1,11 @@
 """The table of named model outputs: their requirements, and their descriptions for reports.
 
-A config can also use a function from a Python file. ``about_output`` describes named and
-user-defined outputs. For a new row, add its name to the config's schema and a line to
-``config/README.md`` (``tests/library/test_registries.py`` checks both). Snakemake imports this
-module at every start, so only ``load`` imports torch.
+``about_output`` describes named outputs and functions in Python files. For a new row, add its name
+to the config's schema and a line to ``config/README.md`` (``tests/library/test_registries.py``
+checks both). Snakemake imports this module at every start, so only ``load`` imports torch.
 """
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,18 +27,17 @@ class About:
         columns: A one-line explanation of both columns.
         raises: The quantity that a positive score raises. Empty if a larger f is always better.
         better: Whether a ``larger`` f, or an f ``closer`` to the label, has a smaller loss. Empty
-            if this is unknown. Scores are then neither helpful nor harmful.
-        place: The module of this package that defines the model output, and the output's name in
-            it, such as ``supervised.LOSS``. Empty for a user-defined function.
+            if this is unknown.
+        place: The module and the name of the model output in it, such as ``supervised.LOSS``.
+            Empty for a user-defined function.
         labels_are_classes: Whether the label of a sample is one of several classes.
-        counts_parts: Whether the column ``label`` is the number of labelled parts of a sample, such
-            as tokens, and ``prediction`` is the number of parts that are predicted correctly.
+        counts_parts: Whether ``label`` is the number of labelled parts of a sample, such as tokens,
+            and ``prediction`` is the number of parts that are predicted correctly.
         weight_is_probability: Whether the loss weight Q is a probability or a mean of
-            probabilities, which is close to 0 for confident samples. Otherwise it is unbounded.
+            probabilities, which is close to 0 for confident samples.
         weighs_by_curvature: Whether the normal matrix is weighted by the curvature by default if
-            checkpoints are from several steps of a run. False if the loss is not a function of f.
-            Also False for whole texts: probabilities p such as e^-100 make their curvatures
-            p (1 - p) so small that the shortest text would dominate.
+            checkpoints are from several steps of a run. False if the loss is not a function of f,
+            and for texts, whose curvatures p (1 - p) differ by factors such as e^100.
         has_loss_noise: Whether ``ModelOutput.loss_noise`` is defined, which `label_draws` needs.
         needs_pairs: Whether f contrasts a sample with other samples drawn from the training data.
     """
@@ -94,11 +93,8 @@ class About:
 
     def load(self, *others: Any) -> "ModelOutput":
         """Return the model output. If it ``needs_pairs``, pass the arguments of ``contrast``."""
-        from trak_core.model_outputs import clip, language_modelling, supervised
-
-        modules = {"clip": clip, "language_modelling": language_modelling, "supervised": supervised}
         module, name = self.place.split(".")
-        output = getattr(modules[module], name)
+        output = getattr(importlib.import_module(f"trak_core.model_outputs.{module}"), name)
         return output(*others) if self.needs_pairs else output
 
 
@@ -116,18 +112,28 @@ _LABEL = About(
     weighs_by_curvature=True,
     has_loss_noise=True,
 )
+
+
+def _of_parts(parts: str, **fields: Any) -> About:
+    """Return the description of an output whose labels consist of parts, such as tokens."""
+    return About(
+        label=parts,
+        prediction="right",
+        columns=f"label: how many {parts} count; prediction: how many of them the model gets right",
+        counts_parts=True,
+        weight_is_probability=True,
+        has_loss_noise=True,
+        **fields,
+    )
+
+
 # For causal, masked and sequence-to-sequence models, f is the same function of tokens' log-odds.
-_TOKENS = About(
+_TOKENS = _of_parts(
+    "tokens",
     name="the joint log-odds of the tokens that count",
     unit=_LOG_ODDS,
     meaning="the more probable the model finds this text, or this answer to its prompt",
-    label="tokens",
-    prediction="right",
-    columns="label: how many tokens count; prediction: how many of them the model gets right",
     place="language_modelling.LANGUAGE_MODELLING",
-    counts_parts=True,
-    weight_is_probability=True,
-    has_loss_noise=True,
 )
 TABLE: dict[str, About] = {
     "image_classification": _LABEL,
@@ -142,17 +148,12 @@ TABLE: dict[str, About] = {
         name="the sum of the log-odds of the tokens that count",
         place="language_modelling.TOKEN_LOG_ODDS",
     ),
-    "multi_label": About(
+    "multi_label": _of_parts(
+        "labels",
         name="the joint log-odds of the labels that count",
         unit=_LOG_ODDS,
         meaning="the more certain the model is of all of the sample's labels",
-        label="labels",
-        prediction="right",
-        columns="label: how many labels count; prediction: how many of them the model gets right",
         place="supervised.MULTI_LABEL",
-        counts_parts=True,
-        weight_is_probability=True,
-        has_loss_noise=True,
     ),
     "regression": About(
         name="the prediction",
@@ -165,17 +166,12 @@ TABLE: dict[str, About] = {
         weighs_by_curvature=True,
         has_loss_noise=True,
     ),
-    "segmentation": About(
+    "segmentation": _of_parts(
+        "pixels",
         name="the mean log-odds of the pixels' labels",
         unit=f"{_LOG_ODDS}, of one pixel",
         meaning="the more certain the model is of the pixels' labels",
-        label="pixels",
-        prediction="right",
-        columns="label: how many pixels count; prediction: how many of them the model gets right",
         place="supervised.SEGMENTATION",
-        counts_parts=True,
-        weight_is_probability=True,
-        has_loss_noise=True,
     ),
     "clip": About(
         name="the log-odds of the pair among others, summed over both directions",

@@ -30,11 +30,7 @@ def pair_margins(
 
 
 def drawn_pairs(n_pairs: int, n_drawn: int, seed: int) -> list[int]:
-    """Return indices of pairs, drawn uniformly without replacement, in ascending order.
-
-    All pairs are returned if there are fewer than ``n_drawn``. The draw does not depend on the
-    device.
-    """
+    """Return ascending indices of pairs, drawn uniformly without replacement, or of all pairs."""
     order = torch.randperm(n_pairs, generator=torch.Generator().manual_seed(seed))
     return sorted(order[:n_drawn].tolist())
 
@@ -66,9 +62,7 @@ def read_embeddings(returned: object) -> Tensor:
 def contrast(other_images: Tensor, other_texts: Tensor, scale: float) -> ModelOutput:
     """Return the model output of image-text pairs: the sum of a pair's two log-odds.
 
-    f depends on the parameters only through the pair's embeddings. The embeddings of the other
-    pairs, shape (others, d), and the scale are constants. The scale is the exponential of a CLIP
-    model's ``logit_scale``.
+    The embeddings of other pairs, shape (others, d), and the scale, exp(logit_scale), are fixed.
     """
 
     def margins(outputs: Tensor) -> Tensor:

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from trak_core.model_outputs.model_output import IGNORED, ModelOutput, OfValue, read_logits
 from trak_core.model_outputs.supervised import (
+    counted_margins,
     log_odds_of_all,
-    margin,
+    mean_counted,
     probability_curvature,
     probability_weight,
     softmax_noise,
@@ -21,16 +22,15 @@ def labelled_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
     """Return log(P / (1 - P)), where P = prod_t p_t is the probability of the labelled tokens.
 
     Let l = -log P be the sum of the tokens' cross entropies. Then f = -log(exp(l) - 1), and
-    l = log(1 + exp(-f)) as for a single label. For long texts, f tends to log P. For one token, f
-    is the token's margin. The result is a scalar, float32 or float64, and finite for finite logits.
+    l = log(1 + exp(-f)) as for a single label. The result is a scalar, float32 or float64, and
+    finite for finite logits.
 
     Row t of the logits, shape (tokens, vocabulary), predicts label t. Labels, shape (tokens,), are
     tokens or ``IGNORED`` (-100). At least one label must not be ignored.
 
     Source: Park et al., "TRAK", ICML 2023, section 3.1, with the sequence as the class.
     """
-    counted = labels != IGNORED
-    return log_odds_of_all(margin(logits, torch.where(counted, labels, 0)), counted)
+    return log_odds_of_all(*counted_margins(logits, labels))
 
 
 def _of_tokens(ahead: int, *, takes_labels: bool = False) -> ModelOutput:
@@ -66,13 +66,6 @@ def _of_tokens(ahead: int, *, takes_labels: bool = False) -> ModelOutput:
     )
 
 
-def _margins_added(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log-odds of the labels at t + 1 (0 if ignored), and whether they are counted."""
-    counted = labels[1:] != IGNORED
-    margins = margin(logits[:-1], torch.where(counted, labels[1:], 0))
-    return torch.where(counted, margins, 0), counted
-
-
 def tokens_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the sum of log(p_t / (1 - p_t)) over the labelled tokens, float32 or float64.
 
@@ -81,16 +74,14 @@ def tokens_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
 
     Source: the margin in Park et al., "TRAK", ICML 2023, section 3.1, applied to each token.
     """
-    return _margins_added(logits, labels)[0].sum()
+    margins, counted = counted_margins(logits[:-1], labels[1:])
+    return torch.where(counted, margins, 0).sum()
 
 
 def _mean_loss_weight(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean of 1 - p_t, which is -dl/df if all tokens' log-odds change equally.
-
-    The loss is l = sum_t -log p_t.
-    """
-    margins, counted = _margins_added(logits, labels)
-    return torch.where(counted, torch.sigmoid(-margins), 0).sum() / counted.sum()
+    """Return the mean of 1 - p_t: -dl/df of l = sum_t -log p_t if all log-odds change equally."""
+    margins, counted = counted_margins(logits[:-1], labels[1:])
+    return mean_counted(torch.sigmoid(-margins), counted)
 
 
 LANGUAGE_MODELLING = _of_tokens(1)
@@ -109,9 +100,8 @@ def of_margins(output: ModelOutput, n_classes: Callable[[], int | None]) -> Mode
     """Return a model output for a model that returns margins instead of logits.
 
     The model must return a tensor of shape (batch, tokens, 2): for each predicted token, its
-    margin, and 1 if the model finds it the likeliest token, else 0. Labels have the same form as
-    for logits. If ``output.predicts_next``, the first label is not used. ``n_classes`` must return
-    the size of the vocabulary once the model has been called.
+    margin, and 1 if the model finds it the likeliest token, else 0. ``n_classes`` must return the
+    size of the vocabulary once the model has been called.
     """
     ahead = int(output.predicts_next)
 

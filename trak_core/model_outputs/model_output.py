@@ -31,8 +31,7 @@ class ModelOutput:
     ``read`` selects tensors from the model's return value for a batch. It returns a tensor, or a
     tuple, list, dict or transformers object of tensors, with one row for each sample. All samples
     share a tensor without dimensions. The other functions get these tensors without the batch
-    dimension. They return a scalar, float32 or float64, and must work with ``torch.func.vmap``.
-    Only ``value`` is required.
+    dimension, return a scalar, float32 or float64, and must work with ``torch.func.vmap``.
 
     Attributes:
         value: f, as a function of the selected tensors and the label.
@@ -52,20 +51,10 @@ class ModelOutput:
             compute their decoder's inputs.
         loss_noise: Returns a random vector z of the returned tensor's shape. Its mean is 0, and
             E[z z^T] is the Hessian of l with respect to this tensor. The arguments are the tensor,
-            the label and independent uniform numbers in [0, 1) of the label's shape. For a softmax,
-            z is onehot(y) - p, with a label y drawn from the model's probabilities p. None if no
+            the label and independent uniform numbers in [0, 1) of the label's shape. None if no
             such function is known.
         joins_tokens: Whether f is the joint log-odds of the tokens, as computed by
             ``language_modelling.labelled_log_odds``. Logits may then be computed in pieces.
-
-    Example:
-        The squared norm of the returned tensor, for samples without labels:
-
-        >>> import torch
-        >>> from trak_core.model_outputs.model_output import ModelOutput
-        >>> output = ModelOutput(value=lambda x, label: x.square().sum(), has_labels=False)
-        >>> output.value(torch.tensor([3.0, 4.0]), torch.tensor(1)).item()
-        25.0
     """
 
     value: Callable[[Any, Tensor], Tensor]
@@ -88,11 +77,7 @@ def _has_rows(leaf: object) -> TypeGuard[Tensor]:
 
 
 def rows_in(returned: Any, n_samples: int) -> list[Tensor]:
-    """Return the tensors that have dimensions. Each must have one row for each sample.
-
-    A tensor with any other number of rows raises an error. Constant tensors are not allowed,
-    because their number of rows could equal the batch size by chance.
-    """
+    """Return the tensors that have dimensions. Each must have one row for each sample."""
     rows = [leaf for leaf in pytree.tree_leaves(returned) if _has_rows(leaf)]
     lengths = [len(leaf) for leaf in rows if len(leaf) != n_samples]
     if lengths or not rows:
@@ -144,16 +129,12 @@ def detached(returned: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class OfValue:
-    """A function of f alone, such as Q, in the form that ``ModelOutput`` needs.
-
-    A caller that has already computed f can call ``function`` directly.
-    """
+    """A function of f alone, such as Q. A caller that knows f can call ``function`` directly."""
 
     value: Callable[[Tensor, Tensor], Tensor]
     function: Callable[[Tensor], Tensor]
 
     def __call__(self, outputs: Tensor, label: Tensor) -> Tensor:
-        """Return ``function`` of f."""
         return self.function(self.value(outputs, label))
 
 
@@ -161,8 +142,7 @@ def read_logits(returned: object) -> Tensor:
     """Return the tensor, such as logits, from a model's return value.
 
     The model must return a tensor, an object with ``logits`` (transformers), a mapping with
-    ``logits`` or ``out`` (torchvision's segmentation models), or a sequence that starts with the
-    tensor.
+    ``logits`` or ``out`` (torchvision), or a sequence that starts with the tensor.
     """
     logits = returned
     if isinstance(returned, Mapping):
@@ -191,17 +171,17 @@ def own_output(made: object, name: str) -> ModelOutput:
     """Return a user-defined model output, with checks that explain errors in its functions.
 
     ``made`` is a ``ModelOutput`` or a function that returns f. The function takes the model's
-    return value for one sample and, if samples have labels, the sample's label. ``name`` is the
-    name in error messages.
+    return value for one sample and, if samples have labels, the sample's label.
     """
     if isinstance(made, ModelOutput):
         output = made
     elif callable(made) and not isinstance(made, type):
         output = _of_function(made, name)
     else:
+        kind = f"the class {made.__name__}" if isinstance(made, type) else type(made).__name__
         raise InputError(
             f"{name} must be a function of the model's return value for a sample and of the "
-            f"sample's label, `def f(returned, label)`, or a ModelOutput. Found {_kind(made)}.",
+            f"sample's label, `def f(returned, label)`, or a ModelOutput. Found {kind}.",
             code="model_outputs.own",
         )
     curvature, prediction = output.curvature, output.prediction
@@ -240,17 +220,12 @@ def _of_function(function: Callable[..., Any], name: str) -> ModelOutput:
     )
 
 
-def _kind(made: object) -> str:
-    return f"the class {made.__name__}" if isinstance(made, type) else type(made).__name__
-
-
 def _checked(
     function: Callable[[Any, Tensor], Tensor], name: str, *, keeps_integers: bool = False
 ) -> Callable[[Any, Tensor], Tensor]:
     """Return the function with checks that it returns one number, and that explain its errors.
 
-    The number is converted to float32 or float64. With ``keeps_integers``, an integer is converted
-    to int64 instead.
+    The number is converted to float32 or float64, or to int64 if ``keeps_integers``.
     """
 
     def number(returned: Any, label: Tensor) -> Tensor:
@@ -263,11 +238,11 @@ def _checked(
                 raise
             raise _explained(error, name) from error
         if not isinstance(value, Tensor) or value.ndim:
-            is_tensor = isinstance(value, Tensor)
-            shape = f"a tensor of shape {tuple(value.shape)}" if is_tensor else None
+            kind = type(value).__name__
+            kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind
             raise InputError(
-                f"{name} must be one number, a tensor without dimensions. Found "
-                f"{shape or type(value).__name__}. Use `.sum()`, `.mean()` or `.squeeze()`.",
+                f"{name} must be one number, a tensor without dimensions. Found {kind}. Use "
+                "`.sum()`, `.mean()` or `.squeeze()`.",
                 code="model_outputs.number",
             )
         is_whole = not (value.is_floating_point() or value.is_complex())
@@ -282,8 +257,7 @@ def _explained(error: Exception, name: str) -> InputError:
     first_line = (str(error).splitlines() or [""])[0]
     frames = traceback.extract_tb(error.__traceback__)[1:]
     frames = [frame for frame in frames if "/torch/" not in frame.filename] or frames
-    last = frames[-1] if frames else None
-    where = f" in {last.filename}:{last.lineno}: {last.line}" if last else ""
+    where = "".join(f" in {f.filename}:{f.lineno}: {f.line}" for f in frames[-1:])
     if "randomness" in str(error):
         return random_output(f"a random call{where}")
     if isinstance(error, RuntimeError) and "vmap" in str(error):

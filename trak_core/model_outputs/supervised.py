@@ -80,8 +80,7 @@ def _log_loss_of_token(margins: Tensor) -> Tensor:
 def log_odds_of_all(margins: Tensor, counted: Tensor) -> Tensor:
     """Return log(P / (1 - P)), where P is a product of probabilities with log-odds ``margins``.
 
-    Only entries for which ``counted`` is True are used. Both arguments have the same shape. The
-    result is a scalar.
+    Only entries for which ``counted`` is True are used. The result is a scalar.
     """
     margins, counted = margins.flatten(), counted.flatten()
     loss = torch.where(counted, softplus(-margins), 0).sum()
@@ -95,13 +94,14 @@ def log_odds_of_all(margins: Tensor, counted: Tensor) -> Tensor:
     return torch.where(fitted, small, -plain - torch.log(-torch.expm1(-plain)))
 
 
-def _pixels(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the margin of every pixel, and whether the pixel has a label."""
+def counted_margins(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the margins of labels, and a mask that is False for ``IGNORED`` labels."""
     counted = labels != IGNORED
-    return margin(logits.movedim(0, -1), torch.where(counted, labels, 0)), counted
+    return margin(logits, torch.where(counted, labels, 0)), counted
 
 
-def _mean(numbers: Tensor, counted: Tensor) -> Tensor:
+def mean_counted(numbers: Tensor, counted: Tensor) -> Tensor:
+    """Return the mean of the numbers for which ``counted`` is True."""
     return torch.where(counted, numbers, 0).sum() / counted.sum()
 
 
@@ -113,16 +113,13 @@ def mean_pixel_margin(logits: Tensor, labels: Tensor) -> Tensor:
 
     Source: the margin in Park et al., "TRAK", ICML 2023, section 3.1, applied to each pixel.
     """
-    return _mean(*_pixels(logits, labels))
+    return mean_counted(*counted_margins(logits.movedim(0, -1), labels))
 
 
 def _pixels_loss_weight(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean of 1 - p, which is -dl/df if all margins change equally.
-
-    The loss l is the mean cross entropy of the labelled pixels.
-    """
-    margins, counted = _pixels(logits, labels)
-    return _mean(torch.sigmoid(-margins), counted)
+    """Return the mean of 1 - p: -dl/df of the mean cross entropy l if margins change equally."""
+    margins, counted = counted_margins(logits.movedim(0, -1), labels)
+    return mean_counted(torch.sigmoid(-margins), counted)
 
 
 def _pixels_noise(logits: Tensor, labels: Tensor, uniform: Tensor) -> Tensor:

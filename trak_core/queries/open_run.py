@@ -10,12 +10,10 @@ from typing import Any, NoReturn
 import pandas as pd
 import torch
 
-from trak_core.artifacts import ANSWERS, FEATURES, GRAMIAN, open_artifact
-from trak_core.attribution.checkpoint_scorers import Compute
-from trak_core.attribution.device import find_device
+from trak_core.artifacts import ANSWERS, open_artifact
+from trak_core.attribution.device import Compute, find_device
 from trak_core.attribution.fitted_attributor import FittedAttributor, Setup
 from trak_core.attribution.loaded_model import LoadedModel
-from trak_core.attribution.project_gradients import projecting_device
 from trak_core.attribution.scores import Scores
 from trak_core.errors import InputError, caused_by_out_of_memory, disk_full_reason
 from trak_core.queries.finished_run import FinishedRun
@@ -146,7 +144,7 @@ class OpenRun(FittedAttributor):
     def of_class(self, asked: Asked, label: str) -> Asked:
         """Return a sample with another label, which is the name or number of a class."""
         with self._at_work():
-            return as_of_class(asked, label, self.study, self._spec.features.model_output)
+            return as_of_class(asked, label, self.study, self.settings.features.model_output)
 
     def target(self, target_id: int | str, experiment: str | None = None) -> Asked:
         """Return a target of an experiment, or of the first experiment that has this id.
@@ -195,7 +193,7 @@ class OpenRun(FittedAttributor):
         n = len(self._train.ids)
         # A target needs memory for its scores and, for each checkpoint, for its solved features or
         # a column of a Gramian.
-        width = self._spec.features.projection.get("proj_dim", n)
+        width = self.settings.features.projection.get("proj_dim", n)
         n_bytes = 4 * n + 8 * width * len(self.checkpoints)
         answers: Sequence[Answer | InputError] = []
         if not asked:
@@ -286,8 +284,7 @@ class OpenRun(FittedAttributor):
     @property
     def projection(self) -> dict[str, Any]:
         """The projection in the specs of the run's scores files."""
-        kind = FEATURES if self._is_projected else GRAMIAN
-        with open_artifact(self._features(self.checkpoints[0]), kind) as file:
+        with self._open_features(self.checkpoints[0]) as file:
             return file.spec["projection"]
 
     @cached_property
@@ -310,7 +307,7 @@ class OpenRun(FittedAttributor):
     def _setup(self) -> Setup:  # pyright: ignore[reportIncompatibleVariableOverride]
         specs, compute = self.run.specs, self.run.specs.config["compute"]
         self.run.check_scores()
-        device = (projecting_device if specs.is_projected else find_device)(compute["device"])
+        device = find_device(compute["device"], projects=specs.is_projected)
         sizes = compute["batch_size"], compute["memory_mb"], torch.get_num_threads()
         with self._at_work():
             train = self.study.split(TRAIN, None)
@@ -325,7 +322,7 @@ class OpenRun(FittedAttributor):
         return contextlib.chdir(self.run.folder)
 
     def _load(self, name: str) -> LoadedModel:
-        spec = self._spec.features.under(name)
+        spec = self.settings.features.under(name)
         path = self.run.checkpoint(name)
         return LoadedModel.of_study(self.study, path, spec, self._compute.device)
 

@@ -7,10 +7,9 @@ from pathlib import Path
 import torch
 
 from trak_core.artifacts import selected_ids
-from trak_core.attribution.device import at_precision
+from trak_core.attribution.device import Compute, at_precision, find_device
 from trak_core.attribution.gradient_method_record import recorded_method_for
 from trak_core.attribution.loaded_model import LoadedModel
-from trak_core.attribution.project_gradients import projecting_device
 from trak_core.attribution.write_features import write_features
 from trak_core.settings import TRAIN, FeaturesSpec
 from trak_core.study.read_targets import split_of
@@ -41,7 +40,7 @@ def compute_features(
     """
     torch.set_num_threads(threads)
     study = Study.load(study_file)
-    loaded = LoadedModel.of_study(study, checkpoint, spec, projecting_device(device))
+    loaded = LoadedModel.of_study(study, checkpoint, spec, find_device(device, projects=True))
     data = split_of(study, spec.split or TRAIN, selected_ids(selected, spec) or targets, question)
     if loaded.scales is not None:
         print(f"Gradients are divided by the square root of the second moments in {checkpoint}")
@@ -50,11 +49,9 @@ def compute_features(
         loaded,
         data,
         spec,
+        Compute(loaded.device, batch_size, memory_mb, threads),
         method_of=partial(recorded_method_for, artifact=features, spec=spec, code=code),
         shard=shard,
         n_shards=n_shards,
         code=code,
-        batch_size=batch_size,
-        memory_mb=memory_mb,
-        threads=threads,
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from trak_core.artifacts import selected_ids
-from trak_core.attribution.device import at_precision, find_device
+from trak_core.attribution.device import Compute, at_precision, find_device
 from trak_core.attribution.inner_products import write_gramian
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.settings import TRAIN, FeaturesSpec
@@ -45,7 +45,6 @@ def compute_gramian(
         study.split(TRAIN, None),
         None if split == TRAIN else split_of(study, split, ids, question),
         spec,
+        Compute(loaded.device, batch_size, memory_mb, threads),
         code=code,
-        batch_size=batch_size,
-        memory_mb=memory_mb,
     )

@@ -21,15 +21,15 @@ from trak_core.artifacts import (
     open_artifact,
     software,
 )
-from trak_core.attribution.device import at_precision, device_name
+from trak_core.attribution.device import Compute, at_precision, device_name, find_device
 from trak_core.attribution.fitted_checkpoint import DampedNormalMatrix
 from trak_core.attribution.gradient_method_record import recorded_method_for
 from trak_core.attribution.loaded_model import LoadedModel
-from trak_core.attribution.project_gradients import compilers, projecting_device
-from trak_core.attribution.score_formulas import checkpoint_weights, powered
+from trak_core.attribution.project_gradients import compilers
+from trak_core.attribution.score_formulas import checkpoint_weights
 from trak_core.attribution.token_scores import SIDES, cut_pairs, token_tables
 from trak_core.attribution.token_shares import Shares
-from trak_core.settings import TRAIN, Combine, ScoresSpec
+from trak_core.settings import TRAIN, ScoresSpec
 from trak_core.study.read_targets import split_of
 from trak_core.study.study import Study
 
@@ -80,8 +80,8 @@ def compute_token_scores(
     train_ids = list(dict.fromkeys(top["train_id"].tolist()))
     rows = _positions(train_ids, top["train_id"].tolist())
     columns = _positions(target_ids, top["target_id"].tolist())
-    cuts, powers, norms = [], [], []
-    where, study = projecting_device(device), Study.load(study_file)
+    cuts, loss_weights, norms = [], [], []
+    where, study = find_device(device, projects=True), Study.load(study_file)
     for number, checkpoint in enumerate(spec.checkpoints):
         own = spec.under(checkpoint)
         with (
@@ -95,8 +95,7 @@ def compute_token_scores(
             stored_rows = _positions(train.ids("sample_ids"), train_ids)
             phi = _read_rows(train, stored_rows)
             target_phi = _read_rows(target, _positions(target.ids("sample_ids"), target_ids))
-            weights = train.vector("loss_weights")[stored_rows]
-        powers.append(powered(weights, spec.loss_weight_power or 1.0))
+            loss_weights.append(train.vector("loss_weights")[stored_rows])
         norms.append(damped.norm or 1.0)
         print(f"Checkpoint {checkpoint}: {len(top)} scores", flush=True)
         loaded = LoadedModel.of_study(study, checkpoints[number], own.of_train(), where)
@@ -115,10 +114,10 @@ def compute_token_scores(
             code=code,
         )
         features = phi, target_phi
-        inputs = loaded, own, damped, splits, features, pairs, batch_size, memory_mb
+        compute = Compute(where, batch_size, memory_mb, threads)
+        inputs = loaded, own, damped, splits, features, pairs, compute
         cuts.append(cut_pairs(*inputs, method_of))
-    assert spec.combine is not None
-    weights = checkpoint_weights(np.stack(powers), np.array(norms), Combine(spec.combine))
+    weights = checkpoint_weights(np.stack(loss_weights), np.array(norms), spec)
     tokens, layers = token_tables(top, cuts, weights[:, rows])
     _print_accuracy(top, *(tokens.loc[tokens["side"] == side, :] for side in SIDES), layers)
     packages = "torch", "numpy", *compilers(where)
