@@ -18,7 +18,15 @@ from trak_core.report.read_results import File, output_of, rows_with
 from trak_core.report.template_filters import anchor, is_right, label, number, of_target, signed
 from trak_core.settings import MEAN_OF
 from trak_core.study.sample_columns import RESERVED
-from trak_core.study.show_samples import BEGINNING, Picture, readable
+from trak_core.study.show_samples import (
+    BEGINNING,
+    Picture,
+    contents_digest,
+    readable,
+    show_sample,
+    shown_tokens,
+)
+from trak_core.study.study import Study
 
 # The number of training samples of each sign for a target, and the number of targets that the page
 # shows without its script.
@@ -280,12 +288,12 @@ def _rows(
 
 def explore(
     experiment: File,
-    show: Show,
+    study: Study,
+    sample_of: Callable[[bool, Any], Any],
     *,
     drawn: bool,
-    described: bool,
+    token_scores: pd.DataFrame | None = None,
     self_influence: pd.Series | None = None,
-    tokens: Tokens | None = None,
 ) -> Answer:
     """Return the contents of an experiment's page of at most 5 MB.
 
@@ -294,9 +302,20 @@ def explore(
     their training samples, then those of other targets, then those of other training samples,
     ordered by their best rank. If not all texts fit, texts are shortened.
 
-    ``show`` returns a sample as a picture if ``drawn``, and with the study's text if ``described``.
+    ``sample_of`` is a function (is_target, id) that returns the sample, which is shown as a picture
+    if ``drawn``. ``token_scores`` is the table ``tokens`` of a token-scores file.
     ``self_influence`` contains the self-influence of training samples, by id.
     """
+
+    def show(is_target: bool, sample_id: Any, characters: int) -> tuple[Picture | str, bytes]:
+        sample = sample_of(is_target, sample_id)
+        return show_sample(study, sample_id, sample, characters, drawn), contents_digest(sample)
+
+    def texts(is_target: bool, sample_id: Any, n_tokens: int) -> list[str]:
+        return shown_tokens(study, sample_id, sample_of(is_target, sample_id), n_tokens)
+
+    described = study.has("describe")
+    tokens = None if token_scores is None else Tokens.of(token_scores, texts)
     n_targets = len(experiment.tables["targets"])
     short = _without_repeated(experiment, show) if described and not drawn else experiment
     while True:

@@ -16,21 +16,33 @@ PER_SAMPLE = ("labels", "outputs", "predictions")
 
 
 def stored_similarities(
-    part: Artifact, features: Artifact | None, *, normalize: bool, in_memory: bool = False
-) -> ReadRows:
-    """Return a function that reads rows of one checkpoint's similarities A_c, shape (n, m).
+    parts: Sequence[Artifact],
+    features: Sequence[Artifact],
+    *,
+    normalize: bool,
+    in_memory: bool = False,
+) -> list[ReadRows]:
+    """Return a function for each checkpoint that reads rows of its similarities A_c, shape (n, m).
 
-    If ``features`` is None, ``part`` contains A_c. Otherwise, rows are computed from ``features``
-    and the solved targets in ``part``. The solved targets are read again for each block of rows,
+    If ``features`` is empty, ``parts`` contain A_c. Otherwise, rows are computed from ``features``
+    and the solved targets in ``parts``. The solved targets are read again for each block of rows,
     unless ``in_memory`` is true.
     """
-    if features is None:
-        return read_rows(part.matrix("similarities"))
-    scored_hash = part.spec.get("train_features")
-    check_same("training features", scored_hash, features.content_hash, features)
-    solved = part.matrix("solved_targets")
-    phi = read_rows(features.matrix("features"), normalize=normalize)
-    return similarity_rows(phi, solved[:] if in_memory else solved)
+    if not features:
+        return [read_rows(part.matrix("similarities")) for part in parts]
+    readers = []
+    for part, file in zip(parts, features, strict=True):
+        check_same("training features", part.spec.get("train_features"), file.content_hash, file)
+        solved = part.matrix("solved_targets")
+        phi = read_rows(file.matrix("features"), normalize=normalize)
+        readers.append(similarity_rows(phi, solved[:] if in_memory else solved))
+    return readers
+
+
+def positions(ids: Sequence[Any], of: Sequence[Any]) -> list[int]:
+    """Return the position in ``ids`` of each id in ``of``. A ``KeyError`` names a missing id."""
+    position = {sample_id: i for i, sample_id in enumerate(ids)}
+    return [position[sample_id] for sample_id in of]
 
 
 def read_embeddings(

@@ -159,10 +159,7 @@ def average_scores(
 
         def blocks() -> Iterator[tuple[int, np.ndarray]]:
             """Yield the first row and the scores of each block, combined over all checkpoints."""
-            rows = [
-                stored_similarities(part, phi, normalize=spec.normalize, in_memory=in_memory)
-                for part, phi in zip(parts, phis or [None] * len(parts), strict=True)
-            ]
+            rows = stored_similarities(parts, phis, normalize=spec.normalize, in_memory=in_memory)
             read_scores = score_rows(parts, rows, spec)
             for i, j in blocks_with_progress(stop - start, block, "training samples"):
                 yield start + i, read_scores(start + i, start + j).astype(np.float32)

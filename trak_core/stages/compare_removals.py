@@ -28,7 +28,7 @@ from trak_core.evaluation.intervals import CONFIDENCE, accuracy_interval, mean_i
 from trak_core.model_outputs.about_outputs import About, about_output
 from trak_core.runtime.files import file_digest
 from trak_core.settings import RetrainedSpec
-from trak_core.stages._shared import embeddings_hashes, naming_in_file
+from trak_core.stages._shared import embeddings_hashes, naming_in_file, positions
 
 # The name of the subset with all training samples, and the text between the two subsets in the name
 # of a difference.
@@ -110,8 +110,7 @@ def _read(
     """Return a file of retrained models, and its outputs and predictions of shape (models, m)."""
     with open_artifact(path, replace(RETRAINED, rule="retrain_removals")) as file:
         check_retrained(file, spec, **naming)
-        position = {target: i for i, target in enumerate(file.columns("outputs"))}
-        columns = [position[target] for target in target_ids]
+        columns = positions(file.columns("outputs"), target_ids)
         outputs, predictions = (
             file.matrix(key)[:][:, columns] for key in ("outputs", "predictions")
         )

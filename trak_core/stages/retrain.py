@@ -43,7 +43,7 @@ from trak_core.settings import (
     removed_sizes,
     subset_size,
 )
-from trak_core.stages._shared import embeddings_hashes, naming_in_file, read_embeddings
+from trak_core.stages._shared import embeddings_hashes, naming_in_file, positions, read_embeddings
 from trak_core.study.dataset_split import Split
 from trak_core.study.retraining_draws import random_removal, random_subset, sizes_of, training_seed
 from trak_core.study.study import Study, trained_model
@@ -196,8 +196,8 @@ def _target_scores(
         check_made_for(file, parse_spec(ScoresSpec, naming["scores_spec"]))
         check_same("training samples", train.ids, file.index("scores"), file)
         values = file.matrix("scores")
-        column = {target: i for i, target in enumerate(file.columns("scores"))}
-        return [values[:, column[target]] for target in target_ids], [file.content_hash]
+        columns = positions(file.columns("scores"), target_ids)
+        return [values[:, column] for column in columns], [file.content_hash]
 
 
 def _without(n_train: int, rows: np.ndarray) -> np.ndarray:

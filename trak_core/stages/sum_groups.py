@@ -66,10 +66,7 @@ def sum_groups(
         phis = [stack.enter_context(open_artifact(path, FEATURES)) for path in features]
         check_together(parts, spec)
         check_same("training samples", train["id"].tolist(), parts[0].ids("train_ids"), file)
-        rows = [
-            stored_similarities(part, phi, normalize=spec.normalize)
-            for part, phi in zip(parts, phis or [None] * len(parts), strict=True)
-        ]
+        rows = stored_similarities(parts, phis, normalize=spec.normalize)
         target_ids = parts[0].ids("target_ids")
         improves = targets["improves"] if "improves" in targets else np.ones(len(target_ids))
         assert spec.runs is not None

@@ -1,15 +1,13 @@
 """Write the report of a study as one HTML file."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from trak_core.artifacts import EVALUATION, GROUPS, REMOVALS
 from trak_core.errors import InputError
-from trak_core.report.describe_samples import EACH, find_examples, targets_of_mean, targets_shown
+from trak_core.report.describe_samples import EACH, find_examples, targets_of, targets_shown
 from trak_core.report.read_results import (
-    File,
     Results,
     read_experiment,
     read_matrix,
@@ -22,8 +20,6 @@ from trak_core.report.read_results import (
 from trak_core.report.render import report as report_page
 from trak_core.runtime.files import atomic_write
 from trak_core.settings import POOL, TRAIN
-from trak_core.study.dataset_split import Split
-from trak_core.study.read_targets import split_of
 from trak_core.study.study import Study
 
 
@@ -39,16 +35,6 @@ def _check_scores(results: Results) -> None:
                 f"{measured}. Delete {file.name} and run Snakemake again.",
                 code="report.other_scores",
             )
-
-
-def _targets(study: Study, scores: File, config: Mapping[str, Any]) -> Split:
-    """Return the targets that the report shows, from the study or from the experiment's file."""
-    means = targets_of_mean(scores)
-    if means is not None:
-        return means
-    name, ids = scores.spec["experiment"], scores.tables["shown"]["id"].tolist()
-    data = config["experiments"][name].get("data")
-    return split_of(study, name, ids, data and Path(data))
 
 
 def write_report(
@@ -75,10 +61,10 @@ def write_report(
     """
     folder = report.parent
     study = Study.load(study_file)
-    train = study.split(TRAIN, None)
+    train, names = study.split(TRAIN, None), study.class_names()
     # The fit is the same for all experiments, so it is computed for the first one only.
     experiments = [
-        read_experiment(path, folder, n_shown, EACH, None if i else train)
+        with_class_names(read_experiment(path, folder, n_shown, EACH, None if i else train), names)
         for i, (path, n_shown) in enumerate(zip(scores, targets_shown(len(scores)), strict=True))
     ]
     if fit := experiments[0].attributes["fit"]:
@@ -95,19 +81,21 @@ def write_report(
         timings=read_timings(folder / "benchmarks", folder / "logs", known),
         evaluations={path.stem: read_measured(path, folder, EVALUATION) for path in evaluations},
         removals=measured,
-        self_influence=[read_self_influence(path, folder) for path in self_influence],
-        groups={path.stem: read_measured(path, folder, GROUPS) for path in groups},
+        self_influence=[
+            with_class_names(read_self_influence(path, folder), names) for path in self_influence
+        ],
+        groups={
+            path.stem: with_class_names(read_measured(path, folder, GROUPS), names)
+            for path in groups
+        },
     )
     _check_scores(results)
-    names = study.class_names()
-    experiments = [with_class_names(file, names) for file in experiments]
-    results = replace(
-        results,
-        experiments=experiments,
-        self_influence=[with_class_names(file, names) for file in results.self_influence],
-        groups={key: with_class_names(file, names) for key, file in results.groups.items()},
-    )
-    targets = (_targets(study, file, config) for file in experiments)
+    ids = [file.tables["shown"]["id"].tolist() for file in experiments]
+    data = [config["experiments"][file.spec["experiment"]].get("data") for file in experiments]
+    targets = [
+        targets_of(study, file, own_ids, path and Path(path))
+        for file, own_ids, path in zip(experiments, ids, data, strict=True)
+    ]
     shared = side_by_side(experiments)
     shared_ids = [sample.id for sample in shared]
     examples = find_examples(study, experiments, train, targets, also=shared_ids)
