@@ -82,7 +82,6 @@ class FeaturePass:
     Attributes:
         settings: The settings of scores.
         checkpoints: Ids of the checkpoints to sum over.
-        averages: The result of ``average_weights`` for these checkpoints.
         weighting: ``plain`` or ``curvature``.
         unit_dim: Rows are cut to this number of columns and divided by their length. None leaves
             rows unchanged.
@@ -90,7 +89,6 @@ class FeaturePass:
 
     settings: Sequence[Setting]
     checkpoints: Sequence[str]
-    averages: Mapping[float, np.ndarray]
     weighting: str
     unit_dim: int | None
 

@@ -246,9 +246,7 @@ def group_tables(
     table = pd.concat(groups, ignore_index=True)
     m = plain.shape[1]
     targets = table.loc[table.index.repeat(m), ["column", "group"]].reset_index(drop=True)
-    targets["target_id"] = np.tile(np.array(target_ids, dtype=object), len(table))
-    if not isinstance(target_ids[0], str):
-        targets["target_id"] = targets["target_id"].astype(np.int64)
+    targets["target_id"] = np.tile(target_ids, len(table))
     targets["sum"] = plain.ravel()
     targets["mean"] = (plain / table["n"].to_numpy()[:, None]).ravel()
     targets["low"], targets["high"] = (end.ravel() for end in ends)

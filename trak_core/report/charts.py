@@ -28,6 +28,7 @@ from trak_core.study.show_samples import Picture
 _WIDTH, _HEIGHT = 3.6, 2.5
 _STYLE: dict[Any, Any] = {
     "font.size": 9,
+    "axes.axisbelow": True,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.edgecolor": "#666",
@@ -153,8 +154,6 @@ def _line_chart(
 
 def _chart(title: str, shown: str, figure: Figure, legend: Sequence[Line] = ()) -> Chart:
     """Return a figure as a chart. ``shown`` describes the axes for the alternative text."""
-    for axes in figure.axes:
-        axes.set_axisbelow(True)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     width, height = figure.get_size_inches()
@@ -302,7 +301,7 @@ def influences_figure(examples: Examples) -> Figure:
         words = of_target(about, output).rsplit(", ", 1)  # The prediction is on a second line.
         _tile(row[0], examples.targets[about.id], (f"target {about.id}", *words), "black")
         for sign, first, color in ((1, 1, _GREEN), (-1, 1 + EACH, _RED)):
-            strongest = examples.strongest(about.id, sign)[:EACH]
+            strongest = examples.experiment.strongest(about.id, sign)[:EACH]
             for axes, influence in zip(row[first:], strongest, strict=False):
                 parts = of_training_sample(influence, output), signed(influence.score)
                 title = f"train {influence.train_id}", ", ".join(filter(None, parts))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from trak_core.report.read_results import File, rows_with, strongest
+from trak_core.report.read_results import File, rows_with
 from trak_core.settings import MEAN_OF
 from trak_core.study.dataset_split import Split
 from trak_core.study.read_targets import split_of
@@ -43,10 +43,6 @@ class Examples:
     def shown(self) -> list[Any]:
         """The rows of the targets that are shown."""
         return rows_with(self.experiment.tables["shown"])
-
-    def strongest(self, target: Any, sign: int) -> list[Any]:
-        """Return the rows of a target's strongest influences with the given sign, 1 or -1."""
-        return strongest(self.experiment, target, sign)
 
 
 def targets_shown(n_experiments: int) -> list[int]:

@@ -178,40 +178,32 @@ def _study_columns(table: pd.DataFrame) -> list[str]:
     return [name for name in table.columns if name not in RESERVED]
 
 
-def _values(table: pd.DataFrame, words: Sequence[str]) -> dict[str, list[str]]:
-    """Return the columns by which the page can filter: their names, with the values as texts."""
-    pairs = [(word, key) for word, key in zip(words, ("label", "prediction"), strict=True) if word]
-    named = [*pairs, *((name, name) for name in _study_columns(table))]
-    return {word: [label(value) for value in table[key].tolist()] for word, key in named}
+def _entries(table: pd.DataFrame, about: About) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return an entry for each row, and the names of the values by which the page can filter.
 
-
-def _entries(table: pd.DataFrame, values: Mapping[str, list[str]]) -> list[dict[str, Any]]:
-    """Return an entry for each row: its id, anchor, values, and the study's columns as a text."""
+    An entry contains the id, the anchor, the values as texts, and the study's columns as one text.
+    """
     added = _study_columns(table)
-    rows = zip(*values.values(), strict=True) if values else (() for _ in table["id"])
-    return [
-        {
-            "key": sample_id,
-            "id": str(sample_id),
-            "anchor": anchor(sample_id),
-            "values": list(row),
-            "more": ", ".join(
-                f"{name} {value}"
-                for name, value in zip(values, row, strict=True)
-                if name in added and value
-            ),
-            "sample": None,
-        }
-        for sample_id, row in zip(table["id"].tolist(), rows, strict=True)
-    ]
+    pairs = ((about.label, "label"), (about.prediction, "prediction"))
+    columns = {word: key for word, key in pairs if word} | {name: name for name in added}
+    values = {
+        word: [label(value) for value in table[key].tolist()] for word, key in columns.items()
+    }
+    entries = []
+    for row, sample_id in enumerate(table["id"].tolist()):
+        own = {word: texts[row] for word, texts in values.items()}
+        more = [f"{name} {value}" for name, value in own.items() if name in added and value]
+        ids = {"key": sample_id, "id": str(sample_id), "anchor": anchor(sample_id)}
+        texts = {"values": list(own.values()), "more": ", ".join(more)}
+        entries.append(ids | texts | {"sample": None})
+    return entries, list(values)
 
 
 def _targets(experiment: File, n_targets: int) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the entries of the first targets, without influences, and their column names."""
     output = output_of(experiment)
     table = experiment.tables["targets"].head(n_targets)
-    values = _values(table, (output.label, output.prediction))
-    entries = _entries(table, values)
+    entries, names = _entries(table, output)
     several = len(experiment.spec["runs"]) > 1
     for entry, row in zip(entries, rows_with(table), strict=True):
         spread = f" ± {number(row.output_sd, 2)}" if several else ""
@@ -219,7 +211,7 @@ def _targets(experiment: File, n_targets: int) -> tuple[list[dict[str, Any]], li
         entry["f"] = f"{number(row.output)}{spread}"
         entry["output"] = float(f"{row.output:.6g}")
         entry["wrong"] = is_right(row, output) is False
-    return entries, list(values)
+    return entries, names
 
 
 def _train(
@@ -231,8 +223,7 @@ def _train(
     """
     output = output_of(experiment)
     table = experiment.tables["train"].set_index("id", drop=False).loc[list(ids)]
-    values = _values(table, (output.label, output.prediction))
-    entries = _entries(table, values)
+    entries, names = _entries(table, output)
     for entry, row in zip(entries, rows_with(table), strict=True):
         entry["words"] = f"{output.label} {label(row.label)}" if output.label else ""
         also = f"{output.prediction} {label(row.prediction)}"
@@ -241,16 +232,14 @@ def _train(
     if self_influence is not None:
         numbers["self-influence"] = self_influence.loc[list(ids)]
     # Sort as in the list of suspects: by the number before rounding, then by the row in the study.
-    of_study = experiment.tables["train"]["id"]
-    row_of = {sample_id: row for row, sample_id in enumerate(of_study.tolist())}
-    rows = [row_of[sample_id] for sample_id in ids]
+    rows = pd.Index(experiment.tables["train"]["id"]).get_indexer(list(ids))
     for name, column in numbers.items():
         order = np.lexsort((rows, -column.to_numpy()))
         for place, i in enumerate(order.tolist()):
             entries[i].setdefault("places", {})[name] = place
         for entry, value in zip(entries, column.tolist(), strict=True):
             entry[name] = number(value, 2)
-    return entries, list(values)
+    return entries, names
 
 
 def _rows(

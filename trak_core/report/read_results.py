@@ -57,6 +57,10 @@ class File:
         """Return the first row with these values in a table, or None if there is no such row."""
         return next(iter(rows_with(self.tables[table], **values)), None)
 
+    def strongest(self, target: Any, sign: int) -> list[Any]:
+        """Return the rows of a target's strongest influences with the given sign, 1 or -1."""
+        return rows_with(self.tables["top_influences"], target_id=target, sign=sign)
+
 
 def part_with(table: pd.DataFrame, **values: Any) -> pd.DataFrame:
     """Return the rows of a table in which columns have the given values."""
@@ -266,11 +270,6 @@ def named(names: Sequence[str], number: Any) -> Any:
     return names[number] if 0 <= number < len(names) else number
 
 
-def strongest(experiment: File, target: Any, sign: int) -> list[Any]:
-    """Return the rows of a target's strongest influences with the given sign, 1 or -1."""
-    return rows_with(experiment.tables["top_influences"], target_id=target, sign=sign)
-
-
 @dataclass(frozen=True, slots=True)
 class Shared:
     """A training sample that is prominent in more than one experiment.
@@ -294,26 +293,22 @@ def side_by_side(experiments: Sequence[File]) -> list[Shared]:
     experiments = [file for file in experiments if "harm" in file.tables["moved"]]
     if len(experiments) < 2:
         return []
+    names = [file.spec["experiment"] for file in experiments]
+    known = [file.tables["train"] for file in experiments]
     moved = [file.tables["moved"] for file in experiments]
-    scores = [(table["help"] - table["harm"]).to_numpy(dtype=np.float64) for table in moved]
-    sizes = np.abs(np.stack(scores))
-    strength = (sizes / np.maximum(sizes.max(axis=1, keepdims=True), np.finfo(float).tiny)).sum(0)
-    rows = [set(file.tables["train"].index) for file in experiments]
-    counts = Counter(row for part in rows for row in part)
-    shared = sorted(
-        (row for row, count in counts.items() if count > 1), key=lambda row: (-strength[row], row)
-    )
+    moved = [table.assign(score=(table["help"] - table["harm"]).astype(float)) for table in moved]
+    sizes = [table["score"].abs() for table in moved]
+    strength = sum(size / max(size.max(), np.finfo(float).tiny) for size in sizes)
+    counts = Counter(row for table in known for row in table.index)
+    shared = [row for row, count in counts.items() if count > 1]
     samples = []
-    for row in shared[:_N_SHARED]:
-        where = next(file for file, part in zip(experiments, rows, strict=True) if row in part)
+    for row in sorted(shared, key=lambda row: (-strength[row], row))[:_N_SHARED]:
         # Cells are read one by one, because pandas would convert an integer id in a row to float.
-        sample_id, label = (where.tables["train"].at[row, key] for key in ("id", "label"))
+        where = next(table for table in known if row in table.index)
+        sample_id, label = where.at[row, "id"], where.at[row, "label"]
         moved_here = [
-            {
-                **{"experiment": file.spec["experiment"], **table.loc[row]},
-                **{"score": score[row], "stands_out": row in known},
-            }
-            for file, table, score, known in zip(experiments, moved, scores, rows, strict=True)
+            {"experiment": name, **table.loc[row], "stands_out": row in train.index}
+            for name, table, train in zip(names, moved, known, strict=True)
         ]
         samples.append(Shared(sample_id, label, moved_here))
     return samples

@@ -1,18 +1,53 @@
 """Read and write similarities, embeddings and blocks of rows for several stages."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from trak_core.artifacts import EMBEDDINGS, Artifact, check_made_for, check_same, open_artifact
+from trak_core.artifacts import (
+    EMBEDDINGS,
+    Artifact,
+    ArtifactKind,
+    check_made_for,
+    check_same,
+    check_together,
+    checkpoint_scores_kind,
+    open_artifact,
+)
 from trak_core.artifacts.write import MatrixWriter
 from trak_core.attribution.fitted_checkpoint import ReadRows, read_rows, similarity_rows
 from trak_core.runtime.progress import blocks_with_progress
-from trak_core.settings import FeaturesSpec
+from trak_core.settings import FeaturesSpec, ScoresSpec
 
 PER_SAMPLE = ("labels", "outputs", "predictions")
+
+
+@contextmanager
+def open_made_for(
+    path: Path, kind: ArtifactKind, spec: FeaturesSpec | ScoresSpec
+) -> Generator[Artifact, None, None]:
+    """Open a file. Raise an error if it was made with settings other than ``spec``."""
+    with open_artifact(path, kind) as file:
+        check_made_for(file, spec)
+        yield file
+
+
+def open_checkpoint_scores(
+    stack: ExitStack, paths: Sequence[Path], spec: ScoresSpec, rule: str | None = None
+) -> list[Artifact]:
+    """Return the files of scores of ``spec``'s checkpoints, after checking that they agree.
+
+    ``rule`` is the rule that made the files if it is not the usual one. ``stack`` closes the files.
+    """
+    kind = checkpoint_scores_kind(spec.features.projection)
+    kind = kind if rule is None else replace(kind, rule=rule)
+    parts = [stack.enter_context(open_artifact(path, kind)) for path in paths]
+    check_together(parts, spec)
+    return parts
 
 
 def stored_similarities(
@@ -58,8 +93,7 @@ def read_embeddings(
     embeddings are an array of shape (m, width). ``paths`` contains a file for each checkpoint.
     """
     for path, checkpoint in zip(paths, checkpoints, strict=True):
-        with open_artifact(path, EMBEDDINGS) as file:
-            check_made_for(file, spec.under(checkpoint))
+        with open_made_for(path, EMBEDDINGS, spec.under(checkpoint)) as file:
             check_same("training samples", list(train_ids), file.index("train"), file)
             row_of = {target: i for i, target in enumerate(file.index("targets"))}
             check_same("targets", list(target_ids), [i for i in target_ids if i in row_of], file)

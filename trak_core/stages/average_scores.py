@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ from trak_core.artifacts import (
     SCORES_SHARD,
     Artifact,
     check_same,
-    check_together,
-    checkpoint_scores_kind,
     create,
     open_artifact,
     software,
@@ -39,7 +36,7 @@ from trak_core.config.memory_needs import average_need, holds_solved, shard_rows
 from trak_core.model_outputs.about_outputs import about_output
 from trak_core.runtime.progress import blocks_with_progress
 from trak_core.settings import MEAN_OF, POOL, TRAIN, ScoresSpec
-from trak_core.stages._shared import copy_rows, stored_similarities
+from trak_core.stages._shared import copy_rows, open_checkpoint_scores, stored_similarities
 
 _CHUNKS = (1024, 64)
 _SIGN = (
@@ -122,12 +119,10 @@ def average_scores(
     """
     assert spec.loss_weight_power is not None
     with ExitStack() as stack:
-        kind = checkpoint_scores_kind(spec.features.projection)
-        kind = kind if mean_of is None else replace(kind, rule="average_targets")
-        parts = [stack.enter_context(open_artifact(path, kind)) for path in checkpoint_scores]
+        rule = None if mean_of is None else "average_targets"
+        parts = open_checkpoint_scores(stack, checkpoint_scores, spec, rule)
         phis = [stack.enter_context(open_artifact(path, FEATURES)) for path in features]
         pieces = [stack.enter_context(open_artifact(path, SCORES_SHARD)) for path in shards]
-        check_together(parts, spec)
         n_train, target_ids = len(parts[0].vector("train_ids")), parts[0].vector("target_ids")
         n_targets = len(target_ids)
         solved_dim = spec.features.projection["proj_dim"] if phis else None

@@ -37,7 +37,7 @@ from trak_core.config.memory_needs import exact_need, scores_need
 from trak_core.dependency_digests import content_digest
 from trak_core.runtime.progress import blocks_with_progress
 from trak_core.settings import NormalSpec, ScoresSpec
-from trak_core.stages._shared import PER_SAMPLE
+from trak_core.stages._shared import PER_SAMPLE, open_made_for
 
 
 def compute_normal_matrix(
@@ -81,8 +81,7 @@ def compute_scores(
         shared = check_splits(train_file, target_file, spec)
         scored = train_file
         if pool is not None:
-            scored = stack.enter_context(open_artifact(pool, FEATURES))
-            check_made_for(scored, spec.of_pool())
+            scored = stack.enter_context(open_made_for(pool, FEATURES, spec.of_pool()))
             in_pool = {key: scored.spec.get(key) for key in shared}
             check_same("specification of both splits", shared, in_pool, scored)
         n_samples, proj_dim = scored.matrix("features").shape

@@ -14,7 +14,6 @@ from trak_core.artifacts import (
     SCORES,
     TOKEN_SCORES,
     Artifact,
-    check_made_for,
     check_same,
     create,
     open_artifact,
@@ -29,7 +28,7 @@ from trak_core.attribution.score_formulas import checkpoint_weights, powered
 from trak_core.attribution.token_scores import cut_pairs, token_tables
 from trak_core.attribution.token_shares import Shares
 from trak_core.settings import TRAIN, Combine, ScoresSpec
-from trak_core.stages._shared import positions
+from trak_core.stages._shared import open_made_for, positions
 from trak_core.study.read_targets import split_of
 from trak_core.study.study import Study
 
@@ -68,8 +67,7 @@ def compute_token_scores(
     ``normal_matrices`` are in the order of the spec's checkpoints.
     """
     torch.set_num_threads(threads)
-    with open_artifact(scores, SCORES) as file:
-        check_made_for(file, spec)
+    with open_made_for(scores, SCORES, spec) as file:
         top, target_ids = file.table("top_influences"), file.table("targets")["id"].tolist()
         scores_hash, made_from = file.content_hash, [file.provenance]
     # The table has no row for a target whose scores are all 0.
@@ -85,12 +83,10 @@ def compute_token_scores(
     for number, checkpoint in enumerate(spec.checkpoints):
         own = spec.under(checkpoint)
         with (
-            open_artifact(train_paths[number], FEATURES) as train,
-            open_artifact(targets_paths[number], FEATURES) as target,
+            open_made_for(train_paths[number], FEATURES, own.of_train()) as train,
+            open_made_for(targets_paths[number], FEATURES, own.of_targets()) as target,
             open_artifact(normal_matrices[number], NORMAL_MATRIX) as matrix,
         ):
-            check_made_for(train, own.of_train())
-            check_made_for(target, own.of_targets())
             damped = DampedNormalMatrix.read(matrix, train, own)
             stored_rows = positions(train.ids("sample_ids"), train_ids)
             phi = _read_rows(train, stored_rows)

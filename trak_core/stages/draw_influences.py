@@ -25,7 +25,7 @@ from trak_core.report.describe_samples import EACH, Examples, find_examples, tar
 from trak_core.report.explore_data import EACH_ON_PAGE, Answer, explore
 from trak_core.report.read_results import File, output_of, read_experiment, with_class_names
 from trak_core.report.render import answer as answer_page
-from trak_core.report.render import listed_samples, score_warnings
+from trak_core.report.render import rendered, score_warnings
 from trak_core.report.template_filters import anchor, number
 from trak_core.runtime.files import atomic_write, safe_cell
 from trak_core.runtime.progress import blocks_with_progress
@@ -42,16 +42,12 @@ _MAX_TARGETS = 20_000
 _N_ROWS, _CHARACTERS = 100, 600
 # The page of a list has a filter by label only if the list has at most this many labels.
 _N_LABELS = 40
-_NUMBERS = frozenset({
-    *("harm", "help", "score", "self_influence", "output", "closeness", "cosine")
-})
+_NUMBERS = ("harm", "help", "score", "self_influence", "output", "closeness", "cosine")
 # Decimal numbers of more than _LONG characters are rounded to four digits.
 _DECIMAL, _LONG = re.compile(r"-?\d+\.\d+(e[+-]?\d+)?"), 8
 _CLASSES = ("label", "suggested_label", "prediction", "other_label")
 # Columns that the page shows in another form, or that only the CSV contains.
-_SHOWN_ELSEWHERE = frozenset({
-    *("id", "rank", "other_id", "among", "worth_a_look", "output_sd", "loss_weight")
-})
+_SHOWN_ELSEWHERE = ("id", "rank", "other_id", "among", "worth_a_look", "output_sd", "loss_weight")
 
 
 def _draw(figure: Path, examples: Examples) -> None:
@@ -193,12 +189,11 @@ def show_list(
 
     def shown(split: Split, cells: Sequence[str]) -> dict[str, tuple[Any, Picture | str]]:
         row_of = {str(safe_cell(i)): row for row, i in enumerate(split.ids)}
-        samples_of = {}
-        for cell in dict.fromkeys(cells):
-            sample_id, sample = split.ids[row_of[cell]], split.samples[row_of[cell]]
-            picture = show_sample(study, sample_id, sample, _CHARACTERS, draws)
-            samples_of[cell] = sample_id, picture
-        return samples_of
+        rows = {cell: (split.ids[row_of[cell]], split.samples[row_of[cell]]) for cell in cells}
+        return {
+            cell: (sample_id, show_sample(study, sample_id, sample, _CHARACTERS, draws))
+            for cell, (sample_id, sample) in rows.items()
+        }
 
     first = rows.head(_N_ROWS)
     own = shown(samples, first["id"].tolist())
@@ -229,7 +224,8 @@ def show_list(
     n_looks = rows["worth_a_look"].tolist().count("1") if "worth_a_look" in rows else 0
     files = [read_experiment(path, path.parents[1], 0, 0, train) for path in scores]
     tables = [file.tables["targets"] for file in files]
-    markup = listed_samples(
+    markup = rendered(
+        "list",
         kind=kind,
         experiment=experiment,
         entries=entries,

@@ -1,14 +1,6 @@
 """Retrain models on subsets of the training data, and write their outputs for all targets.
 
-A file of retrained models has three frames:
-
-    masks         (subsets, n) uint8   1 if the subset contains the sample. The index contains the
-                                       subsets' numbers, and the columns are training ids.
-    outputs       (models, pool)       The model output f. The index contains the number of each
-                                       model's subset. The columns are ids of ``target_data()``.
-    predictions   (models, pool)       Predictions, with the same index and columns.
-
-Models that were trained on the same subset have different seeds.
+``docs/reference/files.md`` describes the frames in a file of retrained models.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,15 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Subset
 
-from trak_core.artifacts import (
-    RETRAINED,
-    SCORES,
-    check_made_for,
-    check_same,
-    create,
-    open_artifact,
-    software,
-)
+from trak_core.artifacts import RETRAINED, SCORES, check_same, create, software
 from trak_core.attribution.sample_outputs import outputs_and_predictions
 from trak_core.attribution.score_formulas import unit_rows
 from trak_core.errors import InputError
@@ -43,7 +27,13 @@ from trak_core.settings import (
     removed_sizes,
     subset_size,
 )
-from trak_core.stages._shared import embeddings_hashes, naming_in_file, positions, read_embeddings
+from trak_core.stages._shared import (
+    embeddings_hashes,
+    naming_in_file,
+    open_made_for,
+    positions,
+    read_embeddings,
+)
 from trak_core.study.dataset_split import Split
 from trak_core.study.retraining_draws import random_removal, random_subset, sizes_of, training_seed
 from trak_core.study.study import Study, trained_model
@@ -154,12 +144,12 @@ def _removals(
     Sizes are the numbers of removed samples, or of kept samples for a list of the kind ``select``.
     """
     n_train = len(train.ids)
-    everything = np.ones(n_train, dtype=bool)
+    everything, all_rows = np.ones(n_train, dtype=bool), np.arange(n_train)
     if spec.subsets == "list":
         (listed,) = named_by
         rows, is_select = listed_rows(listed, train.ids), naming["kind"] == _SELECT
         sizes = sizes_of(naming["fractions"], n_train, len(rows), rounds_up=is_select)
-        masks = [_without(n_train, rows[:size]) for size in sizes]
+        masks = [~np.isin(all_rows, rows[:size]) for size in sizes]
         masks += [random_removal(n_train, size, naming["draw"], spec.seed) for size in sizes]
         masks = [~mask for mask in masks] if is_select else masks
         return [everything, *masks], sizes, [file_digest(listed)]
@@ -170,7 +160,7 @@ def _removals(
         return [everything, *masks], sizes, []
     scores, hashes = _target_scores(study, train, spec.subsets, named_by, naming)
     rows_of_targets = [helpful_rows(of_target) for of_target in scores]
-    masks = [_without(n_train, rows[:size]) for rows in rows_of_targets for size in sizes]
+    masks = [~np.isin(all_rows, rows[:n]) for rows in rows_of_targets for n in sizes]
     return masks, sizes, hashes
 
 
@@ -192,18 +182,11 @@ def _target_scores(
         ]
         return np.mean(cosines, axis=0).T, embeddings_hashes(named_by)
     (scores,) = named_by
-    with open_artifact(scores, SCORES) as file:
-        check_made_for(file, parse_spec(ScoresSpec, naming["scores_spec"]))
+    with open_made_for(scores, SCORES, parse_spec(ScoresSpec, naming["scores_spec"])) as file:
         check_same("training samples", train.ids, file.index("scores"), file)
         values = file.matrix("scores")
         columns = positions(file.columns("scores"), target_ids)
         return [values[:, column] for column in columns], [file.content_hash]
-
-
-def _without(n_train: int, rows: np.ndarray) -> np.ndarray:
-    mask = np.ones(n_train, dtype=bool)
-    mask[rows] = False
-    return mask
 
 
 def helpful_rows(scores: np.ndarray) -> np.ndarray:

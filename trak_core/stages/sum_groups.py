@@ -11,10 +11,7 @@ from trak_core.artifacts import (
     GROUPS,
     SCORES,
     Artifact,
-    check_made_for,
     check_same,
-    check_together,
-    checkpoint_scores_kind,
     create,
     open_artifact,
     software,
@@ -34,7 +31,7 @@ from trak_core.lists.groups import (
 )
 from trak_core.runtime.progress import blocks_with_progress
 from trak_core.settings import Combine, ScoresSpec
-from trak_core.stages._shared import stored_similarities
+from trak_core.stages._shared import open_checkpoint_scores, open_made_for, stored_similarities
 
 
 def sum_groups(
@@ -55,16 +52,13 @@ def sum_groups(
     scores are multiplied by that sign. Sums are computed from ``checkpoint_scores``, and with
     ``keep: top_k`` also from ``features``.
     """
-    with open_artifact(scores, SCORES) as file:
-        check_made_for(file, spec)
+    with open_made_for(scores, SCORES, spec) as file:
         train, scores_hash = file.table("train"), file.content_hash
         targets = file.table("targets")
     groupings = [Grouping.of(name, train[name]) for name in group_by]
     with ExitStack() as stack:
-        kind = checkpoint_scores_kind(spec.features.projection)
-        parts = [stack.enter_context(open_artifact(path, kind)) for path in checkpoint_scores]
+        parts = open_checkpoint_scores(stack, checkpoint_scores, spec)
         phis = [stack.enter_context(open_artifact(path, FEATURES)) for path in features]
-        check_together(parts, spec)
         check_same("training samples", train["id"].tolist(), parts[0].ids("train_ids"), file)
         rows = stored_similarities(parts, phis, normalize=spec.normalize)
         target_ids = parts[0].ids("target_ids")
