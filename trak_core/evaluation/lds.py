@@ -71,13 +71,6 @@ def rank_correlations(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     Equivalent to ``scipy.stats.spearmanr`` of each pair of columns, except that a constant column
     has correlation 0, because it defines no order. Equal values share the mean of their ranks. Both
     arrays have shape (rows, columns) and finite values. The result has shape (columns,), float64.
-
-    Example:
-        >>> import numpy as np
-        >>> scores = np.array([[0.1, 2.0], [0.2, 3.0], [0.4, 1.0]])
-        >>> outputs = np.array([[1.0, 7.0], [2.0, 8.0], [9.0, 9.0]])
-        >>> rank_correlations(scores, outputs)
-        array([ 1. , -0.5])
     """
     counts = np.ones(len(a))
     ranks = [_Sorted.sort(x).centred_ranks(counts) for x in (a, b)]

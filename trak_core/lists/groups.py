@@ -111,20 +111,18 @@ class GroupSums:
     ) -> None:
         """Add a block of samples: rows of A_c, shape (C, rows, m), and Q_c^power, (C, rows).
 
-        ``norms`` contains ||B|| of each checkpoint, which only ``unit_average`` uses. ``groups``
+        ``norms`` contains ||B|| of each checkpoint for ``unit_average``, else ones. ``groups``
         contains an array for each column: the numbers of the samples' groups, shape (rows,). The
         groups of all columns are numbered consecutively.
         """
         # With weights v_c of the checkpoints in a draw and V = sum_c v_c, the score of sample i is
         # (sum_c v_c A_c[i] / V) (sum_c v_c Q_c[i] / V) for product_of_averages, and otherwise
-        # sum_c v_c A_c[i] Q_c[i] / ||B_c|| / V, without ||B_c|| unless combine is unit_average.
+        # sum_c v_c A_c[i] Q_c[i] / ||B_c|| / V.
         times = self._random.poisson(1, (similarities.shape[1], N_DRAWS)).astype(np.float64)
         is_product = self.combine is Combine.PRODUCT_OF_AVERAGES
         if not is_product:
-            sizes = np.asarray(
-                norms if self.combine is Combine.UNIT_AVERAGE else np.ones(len(norms))
-            )
-            similarities = similarities * (loss_weights / sizes[:, None])[:, :, None]
+            factors = loss_weights / np.asarray(norms)[:, None]
+            similarities = similarities * factors[:, :, None]
         members = [
             (group, np.flatnonzero(numbers == group))
             for numbers in groups

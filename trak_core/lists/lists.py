@@ -1,10 +1,9 @@
 """Rank training samples by likely wrong labels, harm or help, and find copies of samples."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pandas as pd
 
+from trak_core.artifacts import Rows
 from trak_core.attribution.score_formulas import Extremes, largest, unit_rows
 from trak_core.settings import MEAN_OF
 
@@ -15,8 +14,6 @@ _SAME = 1e-5
 
 # With fewer targets, the order by harm can depend much on which targets were chosen.
 ENOUGH_TARGETS = 100
-
-ReadRows = Callable[[int, int], np.ndarray]
 
 
 def _ranked(train: pd.DataFrame, order: np.ndarray, **columns: np.ndarray) -> pd.DataFrame:
@@ -122,21 +119,21 @@ def _by_score(train: pd.DataFrame, order: np.ndarray, score: np.ndarray) -> pd.D
 
 
 def nearest(
-    read: ReadRows, n_rows: int, others: np.ndarray, *, block: int, first: int | None = None
+    features: Rows | np.ndarray, others: np.ndarray, *, block: int, first: int | None = None
 ) -> Extremes:
-    """Return the five rows of features with the largest cosines to the features of each sample.
+    """Return the five rows of ``features`` with the largest cosines to each row of ``others``.
 
-    The result has shape (5, m), float32, or fewer rows if ``n_rows`` is smaller. ``read`` returns
-    rows of features from start to stop, shape (rows, k), and is called for ``block`` rows at a
-    time. ``others`` are the features of the samples, shape (m, k). If the samples are also rows,
-    ``first`` is the row number of the first sample, and a sample is not its own neighbour.
+    Features have shape (n, k), and ``block`` rows are read at a time. ``others`` has shape (m, k).
+    The result has shape (5, m), float32, or fewer rows if n is smaller. If ``others`` are also rows
+    of ``features``, ``first`` is the number of the first of these rows, and a row is not its own
+    neighbour.
     """
     unit = unit_rows(others).T.astype(np.float32)
     extremes: Extremes | None = None
-    for start in range(0, n_rows, block):
-        stop = min(start + block, n_rows)
-        cosines = unit_rows(read(start, stop)).astype(np.float32) @ unit
+    for start in range(0, len(features), block):
+        cosines = unit_rows(features[start : start + block]).astype(np.float32) @ unit
         if first is not None:
+            stop = start + len(cosines)
             own = np.arange(max(start, first), min(stop, first + others.shape[0]))
             cosines[own - start, own - first] = -np.inf
         extremes = largest(extremes, start, cosines, _NEIGHBOURS)

@@ -48,7 +48,6 @@ _EQUAL_HARMS = (
 LEVELS = 9
 
 
-@dataclass(frozen=True, slots=True)
 class Tokens:
     """Scores by token, which are shown as colours.
 
@@ -58,30 +57,27 @@ class Tokens:
         targets: The scores of a target's tokens, summed over its training samples, by target.
     """
 
-    texts: Callable[[bool, Any, int], Sequence[str]]
-    train: Mapping[tuple[Any, Any], np.ndarray]
-    targets: Mapping[Any, np.ndarray]
-
-    @classmethod
-    def of(cls, table: pd.DataFrame, texts: Callable[[bool, Any, int], Sequence[str]]) -> "Tokens":
-        """Return the scores in the table ``tokens`` of a token-scores file."""
-        train: dict[tuple[Any, Any], np.ndarray] = {}
-        targets: dict[Any, np.ndarray] = {}
+    def __init__(
+        self, table: pd.DataFrame | None, texts: Callable[[bool, Any, int], Sequence[str]]
+    ) -> None:
+        """Read the table ``tokens`` of a token-scores file, or no scores if it is None."""
+        self.texts = texts
+        self.train: dict[tuple[Any, Any], np.ndarray] = {}
+        self.targets: dict[Any, np.ndarray] = {}
+        if table is None:
+            return
         keys = ["side", "target_id", "train_id"]
         of_tokens = table.loc[table["token"] >= 0, :].groupby(keys, sort=False)["score"]
         for (side, target, sample), scores in of_tokens:
             if side == "train":
-                train[target, sample] = scores.to_numpy()
+                self.train[target, sample] = scores.to_numpy()
             else:
-                targets[target] = targets.get(target, 0) + scores.to_numpy()
-        return cls(texts, train, targets)
+                self.targets[target] = self.targets.get(target, 0) + scores.to_numpy()
 
 
 def token_levels(scores: np.ndarray) -> list[int]:
     """Return integers proportional to scores. The largest absolute value becomes ``LEVELS``."""
-    largest = np.abs(scores).max(initial=0)
-    if not largest > 0:
-        return [0] * len(scores)
+    largest = np.abs(scores).max(initial=0) or 1
     return np.rint(LEVELS * scores / largest).astype(int).tolist()
 
 
@@ -243,7 +239,7 @@ def _train(
 
 
 def _rows(
-    experiment: File, n_targets: int, self_influence: pd.Series | None, tokens: Tokens | None
+    experiment: File, n_targets: int, self_influence: pd.Series | None, tokens: Tokens
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, list[str]]]:
     """Return the page's entries for targets and training samples, and the column names of both."""
     ids = experiment.tables["targets"]["id"].tolist()[:n_targets]
@@ -258,18 +254,15 @@ def _rows(
     by_target: dict[Any, list[tuple[Any, ...]]] = {target: [] for target in ids}
     ordered = kept.sort_values(["sign", "rank"], ascending=[False, True], kind="stable")
     for row in rows_with(ordered):
-        levels: list[Any] = []
-        if tokens is not None and (row.target_id, row.train_id) in tokens.train:
-            scores = tokens.train[row.target_id, row.train_id]
-            levels = [token_levels(scores)]
-            entry = train[place[row.train_id]]
-            if len(scores) and "tokens" not in entry:
-                entry["tokens"] = list(tokens.texts(False, row.train_id, len(scores)))
+        scores, entry = tokens.train.get((row.target_id, row.train_id)), train[place[row.train_id]]
+        levels = [] if scores is None else [token_levels(scores)]
+        if scores is not None and len(scores) and "tokens" not in entry:
+            entry["tokens"] = list(tokens.texts(False, row.train_id, len(scores)))
         by_target[row.target_id].append((place[row.train_id], signed(row.score), *levels))
     for entry, target in zip(targets, ids, strict=True):
         entry["influences"] = by_target[target]
-        if tokens is not None and len(tokens.targets.get(target, ())):
-            scores = tokens.targets[target]
+        scores = tokens.targets.get(target)
+        if scores is not None and len(scores):
             entry["levels"] = token_levels(scores)
             entry["tokens"] = list(tokens.texts(True, target, len(scores)))
     return targets, train, {"targets": target_columns, "train": train_columns}
@@ -303,8 +296,7 @@ def explore(
     def texts(is_target: bool, sample_id: Any, n_tokens: int) -> list[str]:
         return shown_tokens(study, sample_id, sample_of(is_target, sample_id), n_tokens)
 
-    described = study.has("describe")
-    tokens = None if token_scores is None else Tokens.of(token_scores, texts)
+    described, tokens = study.has("describe"), Tokens(token_scores, texts)
     n_targets = len(experiment.tables["targets"])
     short = _without_repeated(experiment, show) if described and not drawn else experiment
     while True:
@@ -396,20 +388,17 @@ def _mark_equal(
     """
     digests = [entry.get("digest") for entry in train]
     for target in targets:
-        influences = [(place, score) for place, score, *_ in target["influences"]]
-        counts = Counter(digests[place] for place, _ in influences)
-        target_digest, marks = target.get("digest"), dict[int, str]()
-        for place, _ in influences:
-            digest = digests[place]
-            if digest is None:
-                continue
-            if counts[digest] > 1:
-                marks[place] = f"one of {counts[digest]} equal samples here"
-            if digest == target_digest:
-                marks[place] = ", ".join(filter(None, ("equal to the target", marks.get(place))))
-        target["equal"] = marks
-        harmful = {place for place, score in influences if not score.startswith("+")}
-        is_harmed = any(target_digest and digests[place] == target_digest for place in harmful)
+        shown = {place: score for place, score, *_ in target["influences"] if digests[place]}
+        counts = Counter(digests[place] for place in shown)
+        same = {place for place in shown if digests[place] == target.get("digest")}
+        target["equal"] = {}
+        for place in shown:
+            n_equal = counts[digests[place]]
+            marks = ["equal to the target"] * (place in same)
+            marks += [f"one of {n_equal} equal samples here"] * (n_equal > 1)
+            if marks:
+                target["equal"][place] = ", ".join(marks)
+        is_harmed = any(not shown[place].startswith("+") for place in same)
         # In regression, a copy of a target lowers the prediction if that is too high, so a negative
         # score of the copy does not mean harm.
         target["equal_harms"] = _EQUAL_HARMS if is_harmed and not about.raises else ""

@@ -143,34 +143,31 @@ def read_experiment(
         - ``targets``: all targets. ``shown``: the first targets.
         - ``top_influences``: the influences on the first targets.
         - ``train``: the training samples in ``top_influences``, and the most harmful ones.
-        - ``moved``: the harm and help of all training samples, if the model output has a better
-          direction.
+        - ``moved``: harm and help of all training samples, if they are known.
 
-        It has these attributes:
+        It has these attributes, besides attributes of the scores file:
 
-        - ``unit``: the unit of a score. ``defaults``: a text about default settings.
         - ``output_words``: JSON that describes a user-defined model output in the config.
-        - ``one_loss_weight``: whether all loss weights are 1. ``saturated``: the fraction of
-          training samples whose loss weight is near 0 at the ends of runs.
-        - ``n_train``: the number of training samples. ``n_trained_on`` and ``fit``: see the
-          functions ``n_trained_on`` and ``with_fit``.
+        - ``one_loss_weight``: whether all loss weights are 1.
+        - ``saturated``: the fraction of training samples whose loss weight is near 0.
+        - ``n_train``: the number of training samples.
+        - ``n_trained_on`` and ``fit``: see the functions ``n_trained_on`` and ``with_fit``.
         - ``influential``: the ids of the training samples in the stored ``top_influences``.
-        - ``most_harmful``: the ids of up to 100 samples that harm targets most. ``n_harmful``: the
-          number of samples that harm more than they help.
+        - ``most_harmful``: the ids of up to 100 samples that harm targets most.
+        - ``n_harmful``: the number of samples that harm more than they help.
     """
     with open_artifact(path, SCORES) as file:
         targets, train = file.table("targets"), file.table("train")
         influences = file.table("top_influences")
         shown = targets.head(n_shown)
         is_kept = influences["target_id"].isin(shown["id"]) & (influences["rank"] <= each)
-        small = np.abs(train["loss_weight"].to_numpy()) < NEAR_ZERO
         is_beside = train["id"].isin(influences.loc[is_kept, "train_id"])
         most_harmful, n_harmful = [], 0
         moved = train.loc[:, [name for name in ("harm", "help") if name in train]]
         if "harm" in train:
             harmful = train.sort_values("harm", ascending=False, kind="stable").head(_N_HARMFUL)
-            most_harmful = [row.id for row in rows_with(harmful) if row.harm > 0]
-            n_harmful = int(np.sum(train["harm"].to_numpy() > train["help"].to_numpy()))
+            most_harmful = harmful.loc[harmful["harm"] > 0, "id"].tolist()
+            n_harmful = int((train["harm"] > train["help"]).sum())
         experiment = _file(
             file,
             results,
@@ -187,7 +184,7 @@ def read_experiment(
             defaults=file.attribute("defaults"),
             n_train=len(train),
             n_trained_on=n_trained_on(targets, train),
-            saturated=float(np.mean(small)),
+            saturated=float((train["loss_weight"].abs() < NEAR_ZERO).mean()),
             influential=influences["train_id"].unique().tolist(),
             most_harmful=most_harmful,
             n_harmful=n_harmful,
@@ -384,13 +381,17 @@ def read_timings(folder: Path, logs: Path, known: set[str]) -> pd.DataFrame:
         if all(name in known or _NUMBERED.fullmatch(name) for name in names):
             log = (logs / path.relative_to(folder)).with_suffix(".log")
             jobs.append(_job_times(path, log).assign(rule=rule))
-    none = pd.DataFrame({"rule": [], "seconds": [], "peak_mib": []})
-    by_rule = pd.concat([job for job in jobs if len(job)] or [none])
-    return by_rule.groupby("rule").agg(
-        n_jobs=("seconds", "size"),
-        seconds=("seconds", "sum"),
-        longest=("seconds", "max"),
-        peak_mib=("peak_mib", "max"),
+    none = pd.DataFrame(columns=["rule", "seconds", "peak_mib"])
+    return (
+        pd
+        .concat([job for job in jobs if len(job)] or [none])
+        .groupby("rule")
+        .agg(
+            n_jobs=("seconds", "size"),
+            seconds=("seconds", "sum"),
+            longest=("seconds", "max"),
+            peak_mib=("peak_mib", "max"),
+        )
     )
 
 

@@ -199,11 +199,9 @@ def average_targets(
 
         def mean(key: str, start: int = 0, stop: int | None = None) -> np.ndarray:
             """Return the mean over targets, minus the mean over the second experiment's targets."""
-            means = [
-                np.atleast_2d(part.vector(key, start, stop)).mean(axis=1, dtype=np.float64)
-                for part in parts
-            ]
-            return means[0] - means[1] if len(means) > 1 else means[0]
+            values = (np.atleast_2d(part.vector(key, start, stop)) for part in parts)
+            first, *second = (each.mean(axis=1, dtype=np.float64) for each in values)
+            return first - second[0] if second else first
 
         key = "similarities" if first.has("similarities") else "solved_targets"
         block = memory_mb * 2**20 // (16 * max(part.matrix(key).shape[1] for part in parts))
@@ -211,12 +209,11 @@ def average_targets(
         provenance = software(code, "cpu", "numpy", made_from=[part.provenance for part in parts])
         with create(scores, kind, file_spec, provenance) as writer:
             rows = first.matrix(key)
-            ids = first.vector(f"{key}/axis1")
-            values = writer.matrix(key, ids, [name], dtype=rows.dtype)
+            values = writer.matrix(key, first.vector(f"{key}/axis1"), [name], dtype=rows.dtype)
             for start, stop in blocks_with_progress(len(rows), max(1, block), "rows"):
                 values[start:stop] = mean(f"{key}/block0_values", start, stop)[:, None]
             writer.vector("train_ids", first.vector("train_ids"))
-            for column in ("loss_weights", *(f"train_{column}" for column in PER_SAMPLE)):
+            for column in ("loss_weights", *(f"train_{key}" for key in PER_SAMPLE)):
                 writer.vector(column, first.vector(column))
             if spec.norm_power is not None:
                 writer.scalar("train_norm", first.scalar("train_norm"))

@@ -66,24 +66,20 @@ class StudyModel:
 
     def __init__(self, study: Study, model_output: str, *, without_numbers: bool) -> None:
         self._study = study
-        self._mode: FakeTensorMode | None = None
-        self.module = nn.Module()
+        self._fake: FakeTensorMode | None = None
         if without_numbers and not about_output(model_output).needs_pairs:
             mode = FakeTensorMode(allow_non_fake_inputs=True)
             with suppress(Exception), _quiet(), mode:
-                self.module, self._mode = study.make_model().eval(), mode
-        if self._mode is None:
-            self._build_real_model()
-
-    def _build_real_model(self) -> None:
-        self.module, self._mode = self._study.make_model().eval(), None
+                self.module, self._fake = study.make_model().eval(), mode
+        if self._fake is None:
+            self.module = study.make_model().eval()
 
     def count_classes(self, output: ModelOutput, sample: Batch) -> int | None:
         """Return the result of ``trak_core.gradients.count_classes`` for the model."""
-        if self._mode is not None:
-            with suppress(Exception), self._mode, _quiet():
+        if self._fake is not None:
+            with suppress(Exception), self._fake, _quiet():
                 return count_classes(self.module, output, sample, _CPU)
-            self._build_real_model()
+            self.module, self._fake = self._study.make_model().eval(), None
         return count_classes(self.module, output, sample, _CPU)
 
 
@@ -93,8 +89,7 @@ def _quiet() -> Generator[None, None, None]:
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logging.disable(disabled)
@@ -229,7 +224,7 @@ def _check_retraining(study: Study, arguments: Mapping[str, Any], *, weighted: b
 
 
 def _check_weighting(weighting: str, name: str, output: ModelOutput) -> None:
-    if Weighting(weighting) is Weighting.CURVATURE and output.curvature is None:
+    if weighting == Weighting.CURVATURE and output.curvature is None:
         raise InputError(
             "scoring.weighting can be curvature only if the loss is a function of the model output "
             f"alone. Found model_output {name}. Set scoring.weighting to plain.",
@@ -257,9 +252,8 @@ def _check_checkpoints(
             print(f"Notice: {listed(paths)}: {notice}")
     if not problems:
         return renamed
-    lines = [*problems.values()]
-    if len(lines) > 1:
-        lines.insert(0, f"Every checkpoint must fit the model. Found {len(lines)} that do not:")
+    head = f"Every checkpoint must fit the model. Found {len(problems)} that do not:"
+    lines = [*([head] if len(problems) > 1 else []), *problems.values()]
     ready = _ready_made(study)
     if ready and ready.classes_found and any("of another shape" in line for line in lines):
         lines.append(ready.classes_found)

@@ -150,13 +150,8 @@ def _pairs(train: Artifact, other: Artifact, among: str, memory_mb: int) -> pd.D
     same_id = np.array([row_of.get(sample_id, -1) for sample_id in other_ids])
     same_id[other_labels != labels[same_id]] = -1
     for start, stop in blocks_with_progress(len(samples), 2 * block, f"samples of {among}"):
-        neighbours = nearest(
-            lambda first, last: features[first:last],
-            len(features),
-            samples[start:stop],
-            block=block,
-            first=start if train is other else None,
-        )
+        first = start if train is other else None
+        neighbours = nearest(features, samples[start:stop], block=block, first=first)
         near, *pairs = copies(neighbours, same_id[start:stop])
         blocks.append((near + start, *pairs))
     near, rows, cosines, closeness = (np.concatenate(parts) for parts in zip(*blocks, strict=True))

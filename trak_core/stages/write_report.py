@@ -30,9 +30,9 @@ def _check_scores(results: Results) -> None:
         expected, measured = scores[file.spec["experiment"]], file.spec["scores"]
         if measured != expected.content_hash:
             raise InputError(
-                f"{file.name} must be computed from the scores in {expected.name}, whose hash is "
-                f"{expected.content_hash}. Found that it was computed from scores with the hash "
-                f"{measured}. Delete {file.name} and run Snakemake again.",
+                f"{file.name} must be computed from {expected.name}, whose hash is "
+                f"{expected.content_hash}. Found scores with the hash {measured}. Delete "
+                f"{file.name} and run Snakemake again.",
                 code="report.other_scores",
             )
 
