@@ -13,7 +13,6 @@ from trak_core.errors import InputError
 
 # The names of a spec's keys in error messages.
 _NAMES = {
-    "checkpoint": "checkpoint",
     "dtype": "features_dtype",
     "parameter_patterns": "parameters",
     "parameters_digest": "model",
