@@ -1,7 +1,6 @@
-"""Read the artifacts of a study for the report, and the time and memory of its jobs."""
+"""Read the artifacts of a study for the report."""
 
 import json
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,6 @@ from trak_core.artifacts import (
 )
 from trak_core.attribution.model_fit import fit_of
 from trak_core.model_outputs.about_outputs import About, about_output
-from trak_core.runtime.job import PEAK
 from trak_core.settings import EXACT, LESS, MEAN_OF
 from trak_core.study.dataset_split import Split
 
@@ -34,8 +32,6 @@ _N_LARGEST = 10
 _N_HARMFUL = 100
 # The largest number of training samples in the table that compares experiments.
 _N_SHARED = 30
-# The names of shards and of groups of subsets, such as 2-of-5 and 0-9.
-_NUMBERED = re.compile(r"\d+(-of-|-)?\d*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +83,6 @@ class Results:
     config: Mapping[str, Any]
     experiments: Sequence[File]
     matrices: Sequence[File]
-    timings: pd.DataFrame
     evaluations: Mapping[str, File] = field(default_factory=dict)
     removals: Sequence[File] = ()
     self_influence: Sequence[File] = ()
@@ -365,49 +360,3 @@ def read_self_influence(path: Path, results: Path) -> File:
         train = file.table("train")
         by_size = train.sort_values("self_influence", key=np.abs, ascending=False, kind="stable")
         return _file(file, results, {"largest": by_size.head(_N_LARGEST)})
-
-
-def read_timings(folder: Path, logs: Path, known: set[str]) -> pd.DataFrame:
-    """Return ``n_jobs``, ``seconds``, ``longest`` and ``peak_mib`` for the jobs of each rule.
-
-    Snakemake's ``benchmark:`` writes a folder for each rule, or a file for a rule with one job. The
-    peak memory is read from the job's log. If the log does not contain the peak, it is read
-    from Snakemake's file, where it is NaN for short jobs. Files of an earlier config, whose names
-    are not in ``known``, are ignored.
-    """
-    jobs = []
-    for path in sorted(folder.rglob("*.tsv")):
-        rule, *names = path.relative_to(folder).with_name(path.stem).parts
-        if all(name in known or _NUMBERED.fullmatch(name) for name in names):
-            log = (logs / path.relative_to(folder)).with_suffix(".log")
-            jobs.append(_job_times(path, log).assign(rule=rule))
-    none = pd.DataFrame(columns=["rule", "seconds", "peak_mib"])
-    return (
-        pd
-        .concat([job for job in jobs if len(job)] or [none])
-        .groupby("rule")
-        .agg(
-            n_jobs=("seconds", "size"),
-            seconds=("seconds", "sum"),
-            longest=("seconds", "max"),
-            peak_mib=("peak_mib", "max"),
-        )
-    )
-
-
-def _job_times(path: Path, log: Path) -> pd.DataFrame:
-    """Return the time in seconds and the peak resident memory in MiB of the jobs in a file."""
-    # If a job ends before Snakemake's first measurement, Snakemake writes "NA" or a dash.
-    runs = pd.read_csv(path, sep="\t", na_values="-")
-    # Without CPU time, Snakemake measured only the shell, before the job's process started.
-    is_job = (runs["cpu_time"] > 0) & (runs["max_rss"] > 0)
-    peak = _logged_peak(log) or runs["max_rss"].where(is_job).astype(float)
-    return pd.DataFrame({"seconds": runs["s"].astype(float), "peak_mib": peak})
-
-
-def _logged_peak(log: Path) -> float | None:
-    if not log.is_file():
-        return None
-    *_, last = ["", *log.read_text(encoding="utf-8", errors="replace").splitlines()]
-    peak = re.fullmatch(rf"{PEAK}(\d+) MiB", last)
-    return float(peak[1]) or None if peak else None

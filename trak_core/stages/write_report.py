@@ -13,13 +13,12 @@ from trak_core.report.read_results import (
     read_matrix,
     read_measured,
     read_self_influence,
-    read_timings,
     side_by_side,
     with_class_names,
 )
 from trak_core.report.render import report as report_page
 from trak_core.runtime.files import atomic_write
-from trak_core.settings import POOL, TRAIN
+from trak_core.settings import TRAIN
 from trak_core.study.study import Study
 
 
@@ -56,8 +55,8 @@ def write_report(
     checkpoint. ``self_influence`` contains at most one file. If the config does not ask for a kind
     of file, the argument is empty. ``config`` is the part of the config that determines results.
 
-    ``report`` is a file in the results folder. Run times are read from its folder ``benchmarks``,
-    and memory use from ``logs``. Samples are shown by the study's ``draw`` and ``describe``.
+    ``report`` is a file in the results folder. Samples are shown by the study's ``draw`` and
+    ``describe``.
     """
     folder = report.parent
     study = Study.load(study_file)
@@ -69,18 +68,12 @@ def write_report(
     ]
     if fit := experiments[0].attributes["fit"]:
         print(fit.measure)
-    runs = experiments[0].spec["runs"]
-    known = {TRAIN, *config["experiments"], *runs, *(c for ids in runs.values() for c in ids)}
-    known |= {POOL, "lists", *config.get("lists", ())}
-    measured = [read_measured(path, folder, REMOVALS) for path in removals]
-    known |= {name for file in measured for name in file.tables["summary"]["subset"]}
     results = Results(
         config=config,
         experiments=experiments,
         matrices=[read_matrix(path, folder) for path in normal_matrices],
-        timings=read_timings(folder / "benchmarks", folder / "logs", known),
         evaluations={path.stem: read_measured(path, folder, EVALUATION) for path in evaluations},
-        removals=measured,
+        removals=[read_measured(path, folder, REMOVALS) for path in removals],
         self_influence=[
             with_class_names(read_self_influence(path, folder), names) for path in self_influence
         ],
