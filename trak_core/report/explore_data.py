@@ -141,11 +141,6 @@ class Answer:
         return f"{'; '.join(sentences)}." if sentences else ""
 
     @property
-    def has_tokens(self) -> bool:
-        """Whether there are scores by token."""
-        return any("tokens" in target for target in self.targets)
-
-    @property
     def data(self) -> str:
         """The data for the script, as JSON that is safe inside an HTML element."""
         about = output_of(self.experiment)

@@ -154,6 +154,9 @@ def read_experiment(
     with open_artifact(path, SCORES) as file:
         targets, train = file.table("targets"), file.table("train")
         influences = file.table("top_influences")
+        is_own = (
+            about_output(file.spec["model_output"]).is_own and "model_output" in file.file.attrs
+        )
         shown = targets.head(n_shown)
         is_kept = influences["target_id"].isin(shown["id"]) & (influences["rank"] <= each)
         is_beside = train["id"].isin(influences.loc[is_kept, "train_id"])
@@ -174,7 +177,7 @@ def read_experiment(
                 "moved": moved,
             },
             unit=file.attribute("unit"),
-            output_words=file.attribute("model_output") if _is_own(file) else None,
+            output_words=file.attribute("model_output") if is_own else None,
             one_loss_weight=bool((train["loss_weight"] == 1).all()),
             defaults=file.attribute("defaults"),
             n_train=len(train),
@@ -205,10 +208,6 @@ def n_trained_on(targets: pd.DataFrame, train: pd.DataFrame) -> int:
     # Equal samples may have different outputs, because rounding depends on the batch.
     is_near = np.isclose(asked["output"], same["output"], rtol=1e-3, atol=1e-3)
     return int(np.sum(is_near & (asked["label"].to_numpy() == same["label"].to_numpy())))
-
-
-def _is_own(file: Artifact) -> bool:
-    return about_output(file.spec["model_output"]).is_own and "model_output" in file.file.attrs
 
 
 def output_of(experiment: File) -> About:

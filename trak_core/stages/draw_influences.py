@@ -69,15 +69,6 @@ def _texts(study: Study, split: Split, name: str) -> pd.DataFrame:
     return pd.DataFrame({"id": split.ids, "text": texts})
 
 
-def _in_figure(scores: File) -> File:
-    """Return the scores file with only the targets and influences that the figure shows."""
-    shown = scores.tables["targets"].head(TARGETS_IN_FIGURE)
-    top = scores.tables["top_influences"]
-    is_kept = top["target_id"].isin(shown["id"]) & (top["rank"] <= EACH)
-    tables = {"shown": shown, "top_influences": top.loc[is_kept, :]}
-    return replace(scores, tables={**scores.tables, **tables})
-
-
 def _explored(
     study: Study,
     scores: File,
@@ -152,7 +143,12 @@ def draw_influences(
     experiment = with_class_names(experiment, study.class_names())
     ids = experiment.tables["targets"]["id"].tolist()
     targets = targets_of(study, experiment, ids, question)
-    (examples,) = find_examples(study, [_in_figure(experiment)], train, [targets])
+    # The figure shows only the first targets and their strongest influences.
+    shown = experiment.tables["targets"].head(TARGETS_IN_FIGURE)
+    top = experiment.tables["top_influences"]
+    top = top.loc[top["target_id"].isin(shown["id"]) & (top["rank"] <= EACH), :]
+    tables = {**experiment.tables, "shown": shown, "top_influences": top}
+    (examples,) = find_examples(study, [replace(experiment, tables=tables)], train, [targets])
     _draw(figure, examples)
     explored = _explored(study, experiment, targets, train, self_influence, token_scores)
     with atomic_write(answer) as partial:

@@ -223,15 +223,6 @@ def _check_retraining(study: Study, arguments: Mapping[str, Any], *, weighted: b
         )
 
 
-def _check_weighting(weighting: str, name: str, output: ModelOutput) -> None:
-    if weighting == Weighting.CURVATURE and output.curvature is None:
-        raise InputError(
-            "scoring.weighting can be curvature only if the loss is a function of the model output "
-            f"alone. Found model_output {name}. Set scoring.weighting to plain.",
-            code="config.weighting",
-        )
-
-
 def _check_checkpoints(
     study: Study, model: nn.Module, checkpoints: Mapping[str, Sequence[str | None]]
 ) -> list[str]:
@@ -342,7 +333,10 @@ def preflight_study(
     tensors = *model.module.parameters(), *model.module.buffers()
     model_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
     n_samples, told = dict[str, int](), dict[str, str]()
-    train = None if TRAIN in splits else _train_if_kept(study)
+    train = None
+    if TRAIN not in splits and study.has("as_read"):
+        with suppress(InputError):  # The training data may no longer exist.
+            train = study.split(TRAIN, None)
     for name, targets in splits.items():
         source = "train_data()" if _ready_made(study) is None else "training data"
         where = source if name == TRAIN else f"experiment {name}"
@@ -356,7 +350,13 @@ def preflight_study(
                 if name in conditions:
                     Condition.parse(conditions[name]).check_columns(columns)
                 output = named_output(model_output, model.module, split, _CPU, study, n_others=1)
-                _check_weighting(weighting, model_output, output)
+                if weighting == Weighting.CURVATURE and output.curvature is None:
+                    raise InputError(
+                        "scoring.weighting can be curvature only if the loss is a function of the "
+                        f"model output alone. Found model_output {model_output}. Set "
+                        "scoring.weighting to plain.",
+                        code="config.weighting",
+                    )
                 labels = _check_samples(split, study, model, output)
                 if name == TRAIN:
                     _check_known_groups(group_by, model_output, output, labels)
@@ -384,13 +384,6 @@ def preflight_study(
         "told": told,
         "renamed": _check_checkpoints(study, model.module, checkpoints),
     }
-
-
-def _train_if_kept(study: Study) -> Split | None:
-    """Return the training samples, or None if they are not needed or no longer exist."""
-    with suppress(InputError):
-        return study.split(TRAIN, None) if study.has("as_read") else None
-    return None
 
 
 def _check_samples(

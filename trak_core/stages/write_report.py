@@ -83,12 +83,11 @@ def write_report(
         },
     )
     _check_scores(results)
-    ids = [file.tables["shown"]["id"].tolist() for file in experiments]
-    data = [config["experiments"][file.spec["experiment"]].get("data") for file in experiments]
-    targets = [
-        targets_of(study, file, own_ids, path and Path(path))
-        for file, own_ids, path in zip(experiments, ids, data, strict=True)
-    ]
+    targets = []
+    for file in experiments:
+        data = config["experiments"][file.spec["experiment"]].get("data")
+        ids = file.tables["shown"]["id"].tolist()
+        targets.append(targets_of(study, file, ids, data and Path(data)))
     shared = side_by_side(experiments)
     shared_ids = [sample.id for sample in shared]
     examples = find_examples(study, experiments, train, targets, also=shared_ids)
