@@ -107,10 +107,8 @@ def bootstrap(
 
     Each draw resamples subsets and targets with replacement, ranks the drawn subsets again and
     averages over the drawn targets. All predictions use the same draws, so differences between two
-    predictions are paired. The result for a prediction does not depend on other predictions.
-
-    Predictions are subset sums, each of shape (subsets, targets). They are compared with the mean
-    over seeds of ``outputs``, shape (seeds, subsets, targets).
+    predictions are paired. Predictions are subset sums, each of shape (subsets, targets). They are
+    compared with the mean over seeds of ``outputs``, shape (seeds, subsets, targets).
 
     Returns:
         Shape (n_draws, predictions). With at least two seeds, the last of (predictions + 1) columns

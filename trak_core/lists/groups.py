@@ -209,17 +209,11 @@ def group_tables(
 ) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
     """Return the tables ``groups``, ``targets`` and ``differences``.
 
-    ``differences`` is empty if no column has two groups.
-
-    Args:
-        groupings: The columns and their groups.
-        plain: The sums of scores over each group's samples, shape (groups, m), for the groups of
-            all columns in order.
-        drawn: Draws of each group's mean over its samples and all targets, shape (groups, draws).
-        ends: The lower and upper ends of the intervals of each group's mean for each target, each
-            with shape (groups, m).
-        target_ids: The ids of the m targets.
-        n_runs: The number of training runs.
+    ``differences`` is empty if no column has two groups. The first axis of the arrays contains the
+    groups of all columns in order. ``plain`` are sums of scores over the samples of a group, shape
+    (groups, m). ``drawn`` are draws of a group's mean over its samples and all targets, shape
+    (groups, draws). ``ends`` are the lower and upper ends of the intervals of a group's mean for
+    each target, shape (groups, m) each.
     """
     groups, differences, first = [], [], 0
     for grouping in groupings:

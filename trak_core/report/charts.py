@@ -99,19 +99,14 @@ class Chart:
 
 
 def _draw(axes: Axes, line: Line) -> None:
-    has_several_points = len(line.x) > 1
     if line.low is not None and line.high is not None:
-        if has_several_points:
-            axes.fill_between(
-                line.x, line.low, line.high, color=line.color, alpha=0.18, linewidth=0
-            )
+        ends = line.x, line.low, line.high
+        if len(line.x) > 1:
+            axes.fill_between(*ends, color=line.color, alpha=0.18, linewidth=0)
         else:
-            axes.vlines(line.x, line.low, line.high, color=line.color, linewidth=1.6, alpha=0.6)
-    (drawn,) = axes.plot(line.x, line.y, color=line.color, linewidth=1.6)
-    if line.dashed:
-        drawn.set_linestyle((0, (4, 3)))
-    else:
-        drawn.set(marker="o", markersize=4, linestyle="-" if has_several_points else "none")
+            axes.vlines(*ends, color=line.color, linewidth=1.6, alpha=0.6)
+    style = {"linestyle": (0, (4, 3))} if line.dashed else {"marker": "o", "markersize": 4}
+    axes.plot(line.x, line.y, color=line.color, linewidth=1.6, **style)
 
 
 def _line_chart(
@@ -267,9 +262,7 @@ def group_charts(groups: File) -> list[Chart]:
             axes = figure.subplots()
             axes.axvline(0, color=_GREY, linewidth=0.8)
             axes.hlines(shown.index, shown["low"], shown["high"], color=_BLUE, linewidth=1.6)
-            axes.plot(
-                shown["mean"], shown.index, color=_BLUE, marker="o", markersize=4, linestyle=""
-            )
+            axes.plot(shown["mean"], shown.index, "o", color=_BLUE, markersize=4)
             names = [_wrapped(str(name), *_NAME) for name in shown["group"]]
             axes.set_yticks(shown.index, labels=names, parse_math=False)
             axes.set_ylim(-0.6, len(shown) - 0.4)
@@ -284,12 +277,11 @@ def group_charts(groups: File) -> list[Chart]:
 
 def influences_figure(examples: Examples) -> Figure:
     """Return a figure whose rows show the first targets, each with its strongest samples."""
-    width = 1 + 2 * EACH
-    spec = examples.experiment.spec
+    width, name = 1 + 2 * EACH, examples.experiment.spec["experiment"]
     output, shown = output_of(examples.experiment), examples.shown[:TARGETS_IN_FIGURE]
     figure = Figure(figsize=(1.15 * width + 0.6, 1.5 * len(shown) + 0.9), layout="constrained")
     figure.suptitle(
-        f"Experiment {spec['experiment']}: targets (left), training samples that push their "
+        f"Experiment {name}: targets (left), training samples that push their "
         "model output up most (green) and down most (red)",
         fontsize=10,
         parse_math=False,

@@ -109,13 +109,12 @@ def average_scores(
     bitwise equal to scores computed in one job.
 
     ``features`` contains a file for each checkpoint if only solved targets were kept (``top_k``).
-    ``top`` is the number of largest scores of either sign to keep for each target. ``question`` is
-    the file of the experiment's targets. ``pool`` is the file of the scored samples if they are not
-    the training samples. Columns from these files and from the study are added to the tables.
-
-    These arguments are stored in the file: ``columns`` (the meaning of labels and predictions),
-    ``defaults`` (the settings that the config leaves out), ``output_words`` (the description of a
-    user-defined model output) and ``mean_of`` (the experiments whose mean is the target).
+    ``top`` is the number of largest scores of either sign to keep for each target. ``pool`` is the
+    file of the scored samples if they are not the training samples. Columns from this file, from
+    ``question`` and from the study are added to the tables. The file also stores ``columns`` (the
+    meaning of labels and predictions), ``defaults`` (the settings that the config leaves out),
+    ``output_words`` (the description of a user-defined model output) and ``mean_of`` (the
+    experiments whose mean is the target).
     """
     assert spec.loss_weight_power is not None
     with ExitStack() as stack:

@@ -300,8 +300,8 @@ def preflight_study(
         leaves_several: Whether a run saves checkpoints at several times.
         splits: For each split or experiment, the ids of the samples to read; None for all samples.
         shards: For each split or experiment, the number of jobs that share it.
-        questions: The files of experiments' targets, by experiment.
-        conditions: The ``where`` conditions of experiments, by experiment.
+        questions: For some experiments, the file of their targets.
+        conditions: For some experiments, the ``where`` condition of their targets.
         retraining: Arguments of ``train`` that all runs share; None if nothing is retrained.
         weighted: Whether retraining uses sample weights.
         describes: Whether the study must define ``describe``.

@@ -63,22 +63,21 @@ def retrain(
     called with ``sample_weights`` instead of ``data``, and trains the config's runs again, but with
     weights of 0 for the samples outside the subset.
 
-    ``spec.subsets`` selects one of these kinds of subsets. ``named_by`` contains the files from
-    which samples are chosen, and ``naming`` contains the settings by which they are chosen:
+    ``spec.subsets`` is the kind of subsets. ``named_by`` contains the files from which samples are
+    chosen, and ``naming`` the settings by which they are chosen:
 
     - ``random``: random subsets with the numbers ``first`` to ``last``. A subset and its seeds
       depend only on its number and ``spec.seed``.
     - ``without random``: all samples, then ``spec.draws`` random removals of each size.
     - ``without top``: for each of ``target_ids`` and each size, all samples except those with the
       largest scores for the target. ``named_by`` is a file of scores made for ``scores_spec``.
-    - ``without bm25``: the same as ``without top``, with BM25 of the study's texts as scores.
+    - ``without bm25``: the same, with BM25 of the study's texts as scores.
     - ``without embedding_cosine``: the same, with mean cosines of embeddings as scores.
       ``named_by`` contains files made for ``embeddings_spec`` with ``checkpoints``.
-    - ``list``: all samples. Then, for each size, all samples except the first ones in the list
-      ``named_by``, and then, for each size, all except random ones. Sizes are ``fractions`` of the
-      training samples, limited to the length of the list. For a list of the ``kind`` select, models
-      are instead trained only on the listed or random samples. Each ``draw`` has a different seed
-      and different random samples.
+    - ``list``: all samples; for each size, all except the first ones in the list ``named_by``; for
+      each size, all except random ones. Sizes are ``fractions`` of the training samples, limited to
+      the length of the list. For a list of the ``kind`` select, models are trained only on these
+      samples. Each ``draw`` has a different seed and different random samples.
     """
     torch.set_num_threads(threads)
     study = Study.load(study_file)
