@@ -159,7 +159,7 @@ def test_integer_ids_stay_integers():
     train = pd.DataFrame({"id": [794, 18], "label": [8, 1], "output": [0.5, 0.25]})
     tables = {"moved": moved, "train": train}
     files = [File(name, "hash", {}, {"experiment": name}, tables) for name in ("mix", "hard")]
-    assert [(str(shared.id), str(shared.label)) for shared in side_by_side(files)] == [
+    assert [(str(shared["id"]), str(shared["label"])) for shared in side_by_side(files)] == [
         ("794", "8"),
         ("18", "1"),
     ]

@@ -164,15 +164,8 @@ def order_models(
     Returns:
         Masks of shape (S, n) and outputs of shape (seeds, S, m), float64.
     """
-    unknown = set(masks[2]) - set(train_ids)
-    if unknown:
-        raise InputError(
-            f"{name}: the columns of `masks` must be the training samples of the study. Found "
-            f"other columns, such as {sorted(map(str, unknown))[0]}.",
-            code="evaluation.retrained_models",
-        )
-    chosen = _columns(masks, train_ids, name, "masks")
-    values = _columns(outputs, target_ids, name, "outputs")
+    chosen = _columns(masks, train_ids, f"{name}: the columns of `masks`", has_others=False)
+    values = _columns(outputs, target_ids, f"{name}: the columns of `outputs`", has_others=True)
     if not np.isin(chosen, (0, 1)).all():
         raise InputError(
             f"{name}: `masks` must contain only 0 and 1. Found {chosen.max():g}.",
@@ -196,16 +189,16 @@ def order_models(
     return chosen, by_subset.swapaxes(0, 1)
 
 
-def _columns(frame: Frame, ids: Sequence[Any], name: object, key: str) -> np.ndarray:
-    """Return the columns with these ids, float64."""
+def _columns(frame: Frame, ids: Sequence[Any], where: str, *, has_others: bool) -> np.ndarray:
+    """Return the columns with these ids, float64. Other columns are allowed if ``has_others``."""
     values, _, columns = frame
     position = {column: i for i, column in enumerate(columns)}
-    missing = [i for i in ids if i not in position]
-    if missing or len(position) < len(columns):
+    missing, others = [i for i in ids if i not in position], position.keys() - set(ids)
+    if missing or len(position) < len(columns) or (others and not has_others):
+        lists = [", ".join(map(str, [*some][:4])) or "none" for some in (missing, others)]
         raise InputError(
-            f"{name}: the columns of `{key}` must be the study's ids, without repeats. Found "
-            f"{len(columns)} columns, such as {columns[0] if columns else 'none'!r}. Missing: "
-            f"{', '.join(map(str, missing[:4])) or 'none'}.",
+            f"{where} must be the study's ids, without repeats. Found {len(columns)} columns. "
+            f"Missing: {lists[0]}. Other columns: {lists[1]}.",
             code="evaluation.retrained_models",
         )
     return values[:, [position[i] for i in ids]].astype(np.float64)

@@ -16,11 +16,11 @@ _SAME = 1e-5
 ENOUGH_TARGETS = 100
 
 
-def _ranked(train: pd.DataFrame, order: np.ndarray, **columns: np.ndarray) -> pd.DataFrame:
-    """Return the samples in this order. Id, rank and ``columns`` come before other columns."""
-    rows = train.assign(**columns).iloc[order].reset_index(drop=True)
+def _ranked(train: pd.DataFrame, order: np.ndarray, *names: str) -> pd.DataFrame:
+    """Return the samples in this order. Id, rank and ``names`` come before other columns."""
+    rows = train.iloc[order].reset_index(drop=True)
     rows["rank"] = np.arange(1, len(rows) + 1)
-    first = ["id", "rank", *columns]
+    first = ["id", "rank", *(name for name in names if name in rows)]
     return rows[[*first, *(name for name in rows if name not in first)]]
 
 
@@ -45,12 +45,9 @@ def suspects(train: pd.DataFrame) -> pd.DataFrame:
     Source: docs/how-to/lists.md, "Help and harm".
     """
     table = train.rename(columns={"harmed_label": "suggested_label"})
-    harm, help_ = table["harm"].to_numpy(), table["help"].to_numpy()
-    order = np.argsort(-harm, kind="stable")
-    columns = {"worth_a_look": (harm > help_).astype(np.int64)}
-    if "suggested_label" in table:
-        columns["suggested_label"] = table["suggested_label"].to_numpy()
-    return _ranked(table, order, **columns, harm=harm, help=help_)
+    table["worth_a_look"] = (table["harm"] > table["help"]).astype(np.int64)
+    order = np.argsort(-table["harm"].to_numpy(), kind="stable")
+    return _ranked(table, order, "worth_a_look", "suggested_label", "harm", "help")
 
 
 def most_harmful(train: pd.DataFrame) -> pd.DataFrame:
@@ -115,7 +112,8 @@ def _help_minus_harm(train: pd.DataFrame) -> np.ndarray:
 
 
 def _by_score(train: pd.DataFrame, order: np.ndarray, score: np.ndarray) -> pd.DataFrame:
-    return _ranked(train.drop(columns="harmed_label", errors="ignore"), order, score=score)
+    table = train.drop(columns="harmed_label", errors="ignore").assign(score=score)
+    return _ranked(table, order, "score")
 
 
 def nearest(

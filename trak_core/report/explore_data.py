@@ -144,16 +144,9 @@ class Answer:
     def data(self) -> str:
         """The data for the script, as JSON that is safe inside an HTML element."""
         about = output_of(self.experiment)
-        whole = {
-            "targets": self.targets,
-            "train": self.train,
-            "columns": self.columns,
-            "drawn": self.drawn,
-            "described": self.described,
-            "classes": about.labels_are_classes,
-            "sides": about.sides,
-        }
-        return _json(whole)
+        names = ("targets", "train", "columns", "drawn", "described")
+        whole = {name: getattr(self, name) for name in names}
+        return _json(whole | {"classes": about.labels_are_classes, "sides": about.sides})
 
 
 def _json(value: Any) -> str:

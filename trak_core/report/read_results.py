@@ -240,9 +240,8 @@ def with_class_names(file: File, names: Sequence[str]) -> File:
 
 def _with_names(table: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
     columns = [name for name in ("label", "prediction", "train_label") if name in table]
-    values = {name: table[name].tolist() for name in columns}
     return table.assign(**{
-        name: [named(names, value) for value in column] for name, column in values.items()
+        name: [named(names, value) for value in table[name].tolist()] for name in columns
     })
 
 
@@ -261,25 +260,14 @@ def named(names: Sequence[str], number: Any) -> Any:
     return names[number] if 0 <= number < len(names) else number
 
 
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """A training sample that is prominent in more than one experiment.
-
-    For each experiment in which help is defined, ``moved`` contains the sample's ``harm``,
-    ``help``, ``score`` (help minus harm) and ``stands_out``: whether the sample is among the
-    strongest samples of a shown target, or among the 100 most harmful samples.
-    """
-
-    id: Any
-    label: Any
-    moved: Sequence[Mapping[str, Any]]
-
-
-def side_by_side(experiments: Sequence[File]) -> list[Shared]:
+def side_by_side(experiments: Sequence[File]) -> list[dict[str, Any]]:
     """Return training samples that are prominent in several experiments, the strongest first.
 
     The strength of a sample is the sum over experiments of |score| / (the experiment's largest
-    |score|).
+    |score|). A sample has ``id``, ``label`` and ``moved``. For each experiment in which help is
+    defined, ``moved`` contains ``harm``, ``help``, ``score`` (help minus harm) and ``stands_out``:
+    whether the sample is among the strongest samples of a shown target, or among the 100 most
+    harmful samples.
     """
     experiments = [file for file in experiments if "harm" in file.tables["moved"]]
     if len(experiments) < 2:
@@ -296,12 +284,12 @@ def side_by_side(experiments: Sequence[File]) -> list[Shared]:
     for row in sorted(shared, key=lambda row: (-strength[row], row))[:_N_SHARED]:
         # Cells are read one by one, because pandas would convert an integer id in a row to float.
         where = next(table for table in known if row in table.index)
-        sample_id, label = where.at[row, "id"], where.at[row, "label"]
-        moved_here = [
+        sample = {"id": where.at[row, "id"], "label": where.at[row, "label"]}
+        sample["moved"] = [
             {"experiment": name, **table.loc[row], "stands_out": row in train.index}
             for name, table, train in zip(names, moved, known, strict=True)
         ]
-        samples.append(Shared(sample_id, label, moved_here))
+        samples.append(sample)
     return samples
 
 
@@ -311,10 +299,11 @@ def read_matrix(path: Path, results: Path) -> File:
     Eigenvalues that are negative due to rounding are replaced by 0.
     """
     with open_artifact(path, NORMAL_MATRIX) as file:
-        ends = {end: file.scalar(f"{end}_eigenvalue") for end in ("smallest", "largest")}
-        ends["smallest"] = max(0.0, ends["smallest"])
-        unit = file.scalar("mean_squared_norm")
-        return _file(file, results, {}, **ends, mean_squared_norm=unit)
+        numbers = {
+            end: max(0.0, file.scalar(f"{end}_eigenvalue")) for end in ("smallest", "largest")
+        }
+        numbers["mean_squared_norm"] = file.scalar("mean_squared_norm")
+        return _file(file, results, {}, **numbers)
 
 
 def condition_number(matrix: File, damping: float) -> float:

@@ -26,7 +26,6 @@ from trak_core.report.read_results import (
     NEAR_ZERO,
     File,
     Results,
-    Shared,
     condition_number,
     output_of,
     rows_with,
@@ -281,7 +280,7 @@ def rendered(template: str, **shown: Any) -> str:
 def report(
     results: Results,
     examples: Sequence[Examples],
-    shared: Sequence[Shared],
+    shared: Sequence[Mapping[str, Any]],
     study: str,
     first: tuple[int | str, str],
 ) -> str:

@@ -107,9 +107,7 @@ def _rows(
         read=read_rows(train.matrix("features"), normalize=unit_dim is not None, first=unit_dim),
         target_features=targets.matrix("features")[:].astype(np.float64),
         block=block,
-        normal_matrix=(
-            train.matrix("sampled_normal")[:] if train.spec.get("label_draws") else None
-        ),
+        normal_matrix=train.matrix("sampled_normal")[:] if train.has("sampled_normal") else None,
     )
 
 
@@ -233,11 +231,10 @@ def evaluate_scores(
             by_count[count] = subset_sums(masks, rows)
         swept: dict[Setting, np.ndarray] = {}
         if train_paths:
-            passes = _passes(settings, configured, spec)
             paths = zip(train_paths, targets_paths, parts, strict=True)
             files = dict(zip(spec.checkpoints, paths, strict=True))
-            needs_dots = "gradient_dot" in baselines
-            totals, dots = _feature_sums(masks, passes, files, spec, block, gradient_dot=needs_dots)
+            given = masks, _passes(settings, configured, spec), files, spec, block
+            totals, dots = _feature_sums(*given, gradient_dot="gradient_dot" in baselines)
             if len(spec.ends) < len(parts):
                 (methods["ends_of_runs", "baseline", proj_dim],) = totals.pop(0).values()
             if dots is not None:
@@ -252,14 +249,14 @@ def evaluate_scores(
             ]
             methods["embedding_cosine", "baseline", 0] = np.mean(cosines, axis=0)
         for name in baselines:
+            key = name, "baseline", 0
             if name == "random":
-                methods[name, "baseline", 0] = random_sums(masks, len(target_ids), block)
+                methods[key] = random_sums(masks, len(target_ids), block)
             if name == "bm25":
-                sums = _word_sums(masks, study_file, train_ids, target_ids, final)
-                methods[name, "baseline", 0] = sums
+                methods[key] = _word_sums(masks, study_file, train_ids, target_ids, final)
             if name == "same_class":
                 labels = parts[0].vector("train_labels"), parts[0].vector("target_labels")
-                methods[name, "baseline", 0] = label_sums(masks, *labels, block)
+                methods[key] = label_sums(masks, *labels, block)
         file_spec = spec.as_dict() | {
             "retrained": truth.source,
             "scores": final.content_hash,

@@ -89,7 +89,7 @@ def write_report(
         ids = file.tables["shown"]["id"].tolist()
         targets.append(targets_of(study, file, ids, data and Path(data)))
     shared = side_by_side(experiments)
-    shared_ids = [sample.id for sample in shared]
+    shared_ids = [sample["id"] for sample in shared]
     examples = find_examples(study, experiments, train, targets, also=shared_ids)
     first_sample = train.ids[0], study.first_as_read(train)
     page = report_page(results, examples, shared, study.name, first_sample)
