@@ -105,7 +105,9 @@ def _draw(axes: Axes, line: Line) -> None:
             axes.fill_between(*ends, color=line.color, alpha=0.18, linewidth=0)
         else:
             axes.vlines(*ends, color=line.color, linewidth=1.6, alpha=0.6)
-    style = {"linestyle": (0, (4, 3))} if line.dashed else {"marker": "o", "markersize": 4}
+    style: dict[str, Any] = (
+        {"linestyle": (0, (4, 3))} if line.dashed else {"marker": "o", "markersize": 4}
+    )
     axes.plot(line.x, line.y, color=line.color, linewidth=1.6, **style)
 
 

@@ -165,7 +165,7 @@ def read_experiment(
         if "harm" in train:
             harmful = train.sort_values("harm", ascending=False, kind="stable").head(_N_HARMFUL)
             most_harmful = harmful.loc[harmful["harm"] > 0, "id"].tolist()
-            n_harmful = int((train["harm"] > train["help"]).sum())
+            n_harmful = int(np.count_nonzero(train["harm"] > train["help"]))
         experiment = _file(
             file,
             results,
@@ -182,7 +182,7 @@ def read_experiment(
             defaults=file.attribute("defaults"),
             n_train=len(train),
             n_trained_on=n_trained_on(targets, train),
-            saturated=float((train["loss_weight"].abs() < NEAR_ZERO).mean()),
+            saturated=float(np.mean(train["loss_weight"].abs() < NEAR_ZERO)),
             influential=influences["train_id"].unique().tolist(),
             most_harmful=most_harmful,
             n_harmful=n_harmful,
@@ -277,7 +277,8 @@ def side_by_side(experiments: Sequence[File]) -> list[dict[str, Any]]:
     moved = [file.tables["moved"] for file in experiments]
     moved = [table.assign(score=(table["help"] - table["harm"]).astype(float)) for table in moved]
     sizes = [table["score"].abs() for table in moved]
-    strength = sum(size / max(size.max(), np.finfo(float).tiny) for size in sizes)
+    largest = [max(size.max(), np.finfo(float).tiny) for size in sizes]
+    strength = np.sum([size / most for size, most in zip(sizes, largest, strict=True)], axis=0)
     counts = Counter(row for table in known for row in table.index)
     shared = [row for row, count in counts.items() if count > 1]
     samples = []

@@ -133,7 +133,7 @@ def _print_accuracy(top: pd.DataFrame, tokens: pd.DataFrame, layers: pd.DataFram
     """Print the largest difference between a score and the sum over tokens, or over layers."""
     pair = ["target_id", "train_id"]
     scores = top.set_index(pair)["score"]
-    by_side = tokens.groupby(["side", *pair])["score"].sum().unstack("side")
-    sums = by_side.assign(layers=layers.groupby(pair)["score"].sum())
+    sums = tokens.pivot_table("score", pair, "side", "sum")
+    sums["layers"] = layers.pivot_table("score", pair, aggfunc="sum")["score"]
     error = sums.sub(scores, axis="index").abs().to_numpy().max() / scores.abs().max()
     print(f"Sums of contributions differ from scores by at most {error:.1g} of the largest score")

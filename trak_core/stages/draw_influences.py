@@ -81,7 +81,8 @@ def _explored(
     influence = tokens = None
     for path in self_influence:
         with open_artifact(path, SELF_INFLUENCE) as file:
-            influence = file.table("train").set_index("id")["self_influence"]
+            table = file.table("train")
+        influence = pd.Series(table["self_influence"].to_numpy(), index=table["id"].to_numpy())
         shown = scores.tables["train"]["id"].tolist()
         check_same("training samples", shown, [i for i in shown if i in influence.index], file)
     for path in token_scores:
