@@ -123,11 +123,7 @@ class GroupSums:
         if not is_product:
             factors = loss_weights / np.asarray(norms)[:, None]
             similarities = similarities * factors[:, :, None]
-        members = [
-            (group, np.flatnonzero(numbers == group))
-            for numbers in groups
-            for group in np.unique(numbers)
-        ]
+        members = [(g, np.flatnonzero(own == g)) for own in groups for g in np.unique(own)]
         for group, rows in members:
             self.counts[group] += times[rows].sum(axis=0)
         for draw, weights in enumerate(self.weights):

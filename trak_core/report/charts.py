@@ -206,14 +206,9 @@ def _sweep_chart(evaluation: File, name: str, title: str, label: str, ceiling: A
         for (combine, rows), color in zip(sweep.groupby("combine"), _COLORS, strict=False)
     ]
     x = sweep[name].unique().tolist()
+    log_x = name != "loss_weight_power" and x[0] > 0
     return _line_chart(
-        title,
-        lines,
-        x_label=label,
-        y_label="LDS",
-        log_x=name != "loss_weight_power" and x[0] > 0,
-        x_ticks=x,
-        ceiling=ceiling,
+        title, lines, x_label=label, y_label="LDS", log_x=log_x, x_ticks=x, ceiling=ceiling
     )
 
 
@@ -239,16 +234,11 @@ def removal_charts(removals: File, labels: Mapping[str, str]) -> list[Chart]:
         for whole in part_with(rows, subset="everything")["mean"]:
             ends = [x[0], x[-1]] if len(x) > 1 else [0.9 * x[0], 1.1 * x[0]]
             lines.append(Line(labels["everything"], ends, [whole] * 2, color=_ORANGE, dashed=True))
-        charts.append(
-            _line_chart(
-                _MEASURES[measure],
-                lines,
-                x_label=f"training examples {labels['treated']}",
-                y_label=_MEASURES[measure].lower(),
-                log_x=len(x) > 1,
-                x_ticks=x,
-            )
+        title, treated = _MEASURES[measure], f"training examples {labels['treated']}"
+        chart = _line_chart(
+            title, lines, x_label=treated, y_label=title.lower(), log_x=len(x) > 1, x_ticks=x
         )
+        charts.append(chart)
     return charts
 
 

@@ -96,10 +96,8 @@ def compare_removals(
     file_spec = spec.as_dict() | {"experiment": experiment, "list": kind, "scores": scores_hash}
     file_spec["retrained"] = [file.content_hash for file in files]
     counts = {"n_trainings": whole[0].shape[2], "n_targets": len(target_ids)}
-    provenance = software(code, "cpu", "numpy", "pandas")
-    with create(
-        removals, REMOVALS, file_spec, provenance, confidence=CONFIDENCE, **counts
-    ) as writer:
+    made_by = software(code, "cpu", "numpy", "pandas")
+    with create(removals, REMOVALS, file_spec, made_by, confidence=CONFIDENCE, **counts) as writer:
         writer.table("summary", summary, ["measure", "subset", "n"])
         writer.table("targets", table, ["measure", "subset", "n", "target_id"])
     print(summary.to_string(index=False))

@@ -265,19 +265,12 @@ def evaluate_scores(
             "sweep": sweep,
         }
     summary, targets, checkpoints = lds_tables(methods, by_count, truth, target_ids)
-    with create(
-        evaluation,
-        EVALUATION,
-        file_spec,
-        software(code, "cpu", "numpy", "scipy", "pandas"),
-        experiment=spec.experiment,
-        n_subsets=len(masks),
-        part_kept=float(masks.mean()),
-        n_seeds=len(truth.outputs),
-        same_seeds=int(retrained_spec is not None and retrained_spec.run_seeds is not None),
-        n_targets=len(target_ids),
-        confidence=CONFIDENCE,
-    ) as writer:
+    same_seeds = int(retrained_spec is not None and retrained_spec.run_seeds is not None)
+    about = {"experiment": spec.experiment, "n_subsets": len(masks)}
+    about |= {"part_kept": float(masks.mean()), "n_seeds": len(truth.outputs)}
+    about |= {"same_seeds": same_seeds, "n_targets": len(target_ids), "confidence": CONFIDENCE}
+    made_by = software(code, "cpu", "numpy", "scipy", "pandas")
+    with create(evaluation, EVALUATION, file_spec, made_by, **about) as writer:
         writer.table("summary", summary, ["method", "kind"])
         writer.table("targets", targets, ["method", "target_id"])
         writer.table("checkpoints", checkpoints, ["n_checkpoints"])

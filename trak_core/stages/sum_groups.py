@@ -70,16 +70,8 @@ def sum_groups(
         )
         file_spec = spec.as_dict() | {"scores": scores_hash, "groups": list(group_by)}
         made_by = software(code, "cpu", "numpy", "scipy", "pandas")
-        with create(
-            groups,
-            GROUPS,
-            file_spec,
-            made_by,
-            confidence=CONFIDENCE,
-            n_draws=N_DRAWS,
-            n_runs=len(spec.runs),
-            n_targets=len(target_ids),
-        ) as writer:
+        counts = {"n_draws": N_DRAWS, "n_runs": len(spec.runs), "n_targets": len(target_ids)}
+        with create(groups, GROUPS, file_spec, made_by, confidence=CONFIDENCE, **counts) as writer:
             writer.table("groups", table, ["column", "group"])
             writer.table("targets", targets, ["column", "group", "target_id"])
             if len(differences):

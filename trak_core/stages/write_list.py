@@ -161,10 +161,5 @@ def _pairs(train: Artifact, other: Artifact, among: str, memory_mb: int) -> pd.D
         pairs = pairs.sort_values("closeness", ascending=False, kind="stable")
         pairs = pairs.drop_duplicates(["row", "other"])
     rows, near = pairs["row"].to_numpy(), pairs["other"].to_numpy()
-    return pairs.assign(
-        id=ids[rows],
-        other_id=other_ids[near],
-        among=among,
-        label=labels[rows],
-        other_label=other_labels[near],
-    )
+    names = {"id": ids[rows], "other_id": other_ids[near], "among": among}
+    return pairs.assign(**names, label=labels[rows], other_label=other_labels[near])
