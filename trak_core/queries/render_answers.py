@@ -57,6 +57,8 @@ def _file(run: OpenRun, answers: Sequence[Answer]) -> File:
     targets = targets.join(short_columns(columns))
     influences = pd.concat([answer.influences for answer in answers], ignore_index=True)
     known = run.columns.reset_index()
+    attributes = {"unit": unit_of(spec), "most_harmful": [], "n_harmful": 0, "n_train": len(known)}
+    attributes["output_words"] = None if output_words is None else json.dumps(output_words)
     file = File(
         name="",
         content_hash="",
@@ -69,14 +71,7 @@ def _file(run: OpenRun, answers: Sequence[Answer]) -> File:
             "top_influences": influences,
             "train": known.loc[known["id"].isin(influences["train_id"]), :],
         },
-        attributes={
-            "unit": unit_of(spec),
-            "output_words": None if output_words is None else json.dumps(output_words),
-            "n_train": len(known),
-            "most_harmful": [],
-            "n_harmful": 0,
-            **meaning,
-        },
+        attributes=attributes | meaning,
     )
     return with_fit(file, known, run.train)
 

@@ -89,12 +89,8 @@ def compute_scores(
         block = scores_need(proj_dim, len(target_ids)).rows(memory_mb)
         damped = DampedNormalMatrix.read(matrix_file, train_file, spec)
         solved = damped.solve(target_file.matrix("features")[:])
-        file_spec = {
-            **spec.as_dict(),
-            **shared,
-            "lambda": damped.damped.ridge,
-            "train_features": scored.content_hash,
-        }
+        file_spec = spec.as_dict() | shared | {"lambda": damped.damped.ridge}
+        file_spec |= {"train_features": scored.content_hash}
         made_from = [train_file.provenance, target_file.provenance]
         provenance = software(code, "cpu", "numpy", "scipy", made_from=made_from)
         with create(scores, CHECKPOINT_SCORES, file_spec, provenance) as writer:
@@ -142,12 +138,8 @@ def compute_exact_scores(
         print(f"Solving a {n_rows} x {n_rows} system for {len(target_ids)} targets")
         gradients = DampedGradients.read(train_file, spec)
         similarities = gradients.similarities(stored_products(target_file))
-        file_spec = {
-            **spec.as_dict(),
-            **shared,
-            "lambda": gradients.damped.ridge,
-            "train_gramian": train_file.content_hash,
-        }
+        file_spec = spec.as_dict() | shared | {"lambda": gradients.damped.ridge}
+        file_spec |= {"train_gramian": train_file.content_hash}
         made_from = [train_file.provenance, target_file.provenance]
         provenance = software(code, "cpu", "numpy", "scipy", made_from=made_from)
         with create(scores, EXACT_SCORES, file_spec, provenance) as writer:

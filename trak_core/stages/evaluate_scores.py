@@ -257,13 +257,9 @@ def evaluate_scores(
             if name == "same_class":
                 labels = parts[0].vector("train_labels"), parts[0].vector("target_labels")
                 methods[key] = label_sums(masks, *labels, block)
-        file_spec = spec.as_dict() | {
-            "retrained": truth.source,
-            "scores": final.content_hash,
-            "projection": final.spec["projection"],
-            "baselines": list(baselines),
-            "sweep": sweep,
-        }
+        file_spec = spec.as_dict() | {"retrained": truth.source, "scores": final.content_hash}
+        file_spec |= {"projection": final.spec["projection"]}
+        file_spec |= {"baselines": list(baselines), "sweep": sweep}
     summary, targets, checkpoints = lds_tables(methods, by_count, truth, target_ids)
     same_seeds = int(retrained_spec is not None and retrained_spec.run_seeds is not None)
     about = {"experiment": spec.experiment, "n_subsets": len(masks)}

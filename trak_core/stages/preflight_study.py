@@ -377,13 +377,9 @@ def preflight_study(
                 code="compute.shards",
             )
         n_samples[name] = len(split.ids)
-    return {
-        "n_params": size,
-        "model_bytes": model_bytes,
-        "n_samples": n_samples,
-        "told": told,
-        "renamed": _check_checkpoints(study, model.module, checkpoints),
-    }
+    renamed = _check_checkpoints(study, model.module, checkpoints)
+    facts = {"n_params": size, "model_bytes": model_bytes, "n_samples": n_samples}
+    return facts | {"told": told, "renamed": renamed}
 
 
 def _check_samples(
