@@ -186,7 +186,7 @@ def order_models(
     place = {subset: row for row, subset in enumerate(subsets)}
     order = np.argsort([place[subset] for subset in outputs[1]], kind="stable")
     by_subset = values[order].reshape(len(subsets), -1, len(target_ids))
-    return chosen, by_subset.swapaxes(0, 1)
+    return chosen, np.ascontiguousarray(by_subset.swapaxes(0, 1))
 
 
 def _columns(frame: Frame, ids: Sequence[Any], where: str, *, has_others: bool) -> np.ndarray:
