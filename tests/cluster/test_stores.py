@@ -165,9 +165,6 @@ def test_nodes_that_share_no_disk(s3, in_environment, tmp_path):
     assert len(list(nodes.iterdir())) == sum(found.values())
     stored = s3.files("my-study/results/")
     assert {name: text for name, text in stored.items() if name.endswith(".h5")} == local
-    # Its jobs' times come along: two of compute_features.
-    page = stored["report.html"].decode()
-    assert re.search(r"compute_features\s*</th>\s*<td[^>]*>\s*2\s*</td>", page)
     assert study.would_run("all", *arguments) == {}
     s3.put(save_own_checkpoint(study, 0, scale=2), "my-study/mine/c0.pt")
     drawn = {"draw_influences": 1, "write_report": 1}
@@ -176,8 +173,6 @@ def test_nodes_that_share_no_disk(s3, in_environment, tmp_path):
     here = options("s3", "--cores")
     assert study.run("scores", *here) == AGAIN
     assert study.would_run("scores", *here) == {}
-    s3.delete("my-study/results/benchmarks/average_scores/few.tsv")
-    assert "average_scores" in study.would_run("all", *here)
 
 
 def test_training_where_no_disk_is_shared(s3, in_environment, tmp_path):
@@ -195,9 +190,6 @@ def test_training_where_no_disk_is_shared(s3, in_environment, tmp_path):
     once = ("train_checkpoint", "compute_features", "join_shards", "compute_normal_matrix", *again)
     assert found == {"compute_features_shard": 2, **dict.fromkeys(once, 1)}
     assert len(list(nodes.iterdir())) == sum(found.values())
-    # Its shards are gone, but for their times: three of compute_features.
-    page = s3.files("trained/results/")["report.html"].decode()
-    assert re.search(r"compute_features\s*</th>\s*<td[^>]*>\s*3\s*</td>", page)
     assert study.would_run("all", *arguments) == {}
     study.config["scoring"] = {**study.config["scoring"], "damping": 1}
     assert study.would_run("all", *arguments) == dict.fromkeys(again, 1)

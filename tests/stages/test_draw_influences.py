@@ -40,7 +40,7 @@ def test_a_figure_shows_the_strongest_influences(results, shown):
     for row, about in zip(tiles, examples.shown, strict=True):
         expected = [(f"target {about.id}", "predicted", examples.targets[about.id])]
         for sign in (1, -1):
-            best = [(s.train_id, s.score) for s in examples.strongest(about.id, sign)]
+            best = [(s.train_id, s.score) for s in examples.experiment.strongest(about.id, sign)]
             expected += [(f"train {i}", signed(score), examples.train[i]) for i, score in best]
             expected += [None] * (EACH - len(best))
         for axes, tile in zip(row, expected, strict=True):

@@ -22,7 +22,7 @@ from trak_core.report.read_results import read_experiment
 from trak_core.report.render import answer as rendered_answer
 from trak_core.report.template_filters import signed
 from trak_core.stages.draw_influences import draw_influences
-from trak_core.study.show_samples import contents_digest, show_sample
+from trak_core.study.show_samples import contents_digest
 from trak_core.study.study import Study
 
 
@@ -149,13 +149,11 @@ def explored(results, study_file, size=1.0, model_output=None, **columns):
         experiment = replace(experiment, spec=spec)
     splits = {True: study.split("mine", [*HOSTILE, "plain"]), False: study.split("train", None)}
 
-    def show(is_target, sample_id, characters):
+    def sample_of(is_target, sample_id):
         split = splits[is_target]
-        sample = split.samples[split.ids.index(sample_id)]
-        shown = show_sample(study, sample_id, sample, characters, study.has("draw"))
-        return shown, contents_digest(sample)
+        return split.samples[split.ids.index(sample_id)]
 
-    return explore(experiment, show, drawn=study.has("draw"), described=study.has("describe"))
+    return explore(experiment, study, sample_of, drawn=study.has("draw"))
 
 
 def test_columns_that_repeat_the_text_are_left_out(shown_as, results):

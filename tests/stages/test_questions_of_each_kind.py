@@ -310,5 +310,5 @@ def test_texts_that_the_model_does_not_take_and_a_study_of_another_version(
     check_answers_without_scores_by_token(monkeypatch, capsys, reads)
     (study,) = results.glob("*_study_*.py")
     study.rename(study.with_name("language_model_study_00000000.py"))
-    with refused("queries.other_study", "language_model_study_00000000.py"):
+    with refused("queries.not_finished", study.name):
         trak_core.open("results").ask("the sky")

@@ -423,7 +423,7 @@ def test_configs_that_are_refused(here):
     schema = REPOSITORY / "workflow/schemas/config.schema.yaml"
     config = read_config(here.parent / "mine.yaml", schema)
     config["checkpoints"] = {"far": "s3://bucket/far.pt"}
-    with refused("queries.stored", "s3://bucket/far.pt"):
+    with refused("queries.no_checkpoint", "s3:/bucket/far.pt"):
         FinishedRun.of_config(config, here, here.parent)
 
 

@@ -1,4 +1,4 @@
-"""Parts of the report: numbers, timings, charts, warnings."""
+"""Parts of the report: numbers, charts, warnings."""
 
 import itertools
 from dataclasses import replace
@@ -20,7 +20,6 @@ from trak_core.report.read_results import (
     n_trained_on,
     output_of,
     read_experiment,
-    read_timings,
     side_by_side,
 )
 from trak_core.report.render import rendered, score_warnings, study_warnings
@@ -95,34 +94,6 @@ def test_the_beginning_of_a_text(text, shown):
     assert readable(text, 4) == shown
 
 
-def test_timings_are_summed_by_rule_without_leftover_files(tmp_path):
-    head = "s\th:m:s\tmax_rss\tcpu_time\n"
-    logs = tmp_path / "logs"
-    for name, text in {
-        "compute_features/c0/train.tsv": "2.5\t0:00:02\t100.5\t2\n",
-        "compute_features/c1/1-of-2.tsv": "4\t0:00:04\tNA\tNA\n",
-        "compute_features/gone/train.tsv": "1000\t0:16:40\t9000\t900\n",
-        "retrain_subsets/0-24.tsv": "7\t0:00:07\t-\t-\n",
-        "compute_self_influence.tsv": "1\t0:00:01\t10\t1\n1\t0:00:01\t30\t1\n",
-        "average_scores/mine.tsv": "1\t0:00:01\t2.08\t0.00\n",  # the shell before the job
-        "logs/compute_features/c0/train.log": "of a job that failed\n",
-        "logs/average_scores/mine.log": "a line\npeak memory: 64 MiB\n",  # of a fork
-    }.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(head + text if path.suffix == ".tsv" else text)
-    known = {"c0", "c1", "train", "mine"}
-    timings = read_timings(tmp_path, logs, known)
-    features = timings.loc["compute_features"]
-    assert features.tolist() == [2, 6.5, 4, 100.5]
-    assert np.isnan(timings.loc["retrain_subsets", "peak_mib"])
-    assert timings.loc["average_scores", "peak_mib"] == 64
-    assert timings.loc["compute_self_influence", ["n_jobs", "peak_mib"]].tolist() == [2, 30]
-    before = read_timings(tmp_path, tmp_path / "nothing", known)
-    assert np.isnan(before.loc["average_scores", "peak_mib"])
-    assert read_timings(tmp_path / "nothing", logs, set()).empty
-
-
 def test_titles_of_tiles_do_not_overlap():
     """For ids that are long paths of images."""
     ids = [f"scans/anna/img_{i:04}_turned.png" for i in range(2 * EACH)]
@@ -188,7 +159,7 @@ def test_integer_ids_stay_integers():
     train = pd.DataFrame({"id": [794, 18], "label": [8, 1], "output": [0.5, 0.25]})
     tables = {"moved": moved, "train": train}
     files = [File(name, "hash", {}, {"experiment": name}, tables) for name in ("mix", "hard")]
-    assert [(str(shared.id), str(shared.label)) for shared in side_by_side(files)] == [
+    assert [(str(shared["id"]), str(shared["label"])) for shared in side_by_side(files)] == [
         ("794", "8"),
         ("18", "1"),
     ]

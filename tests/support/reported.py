@@ -214,10 +214,7 @@ def results_of(
     matrix = file({"checkpoint": {"id": "c0"}}, **spectrum)
     config = {"scoring": {"damping": 0}, "model_output": model_output}
     config |= {"experiments": {"mine": {}}, "lists": list(lists)}
-    timings = pd.DataFrame({"seconds": []})
-    return Results(
-        config=config, experiments=[experiment], matrices=[matrix], timings=timings, **more
-    )
+    return Results(config=config, experiments=[experiment], matrices=[matrix], **more)
 
 
 def lds(ours, low, baseline, ceiling):

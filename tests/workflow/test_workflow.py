@@ -5,7 +5,6 @@ on one core, and shards.
 """
 
 import os
-import re
 import signal
 import sys
 import time
@@ -104,14 +103,6 @@ def test_a_module_edited(study):
     assert study.would_run("all") == {}
 
 
-def without_timings(workspace):
-    """The report but for its table of seconds and memory, all that may differ between runs."""
-    text = workspace.path("results/report.html").read_text()
-    before, found, after = re.split(r"(<h3>Time and memory</h3>.*?<h3>)", text, flags=re.S)
-    assert "compute_features" in found
-    return before + after
-
-
 def test_the_study_edited(study):
     """The whole file counts: a comment as well."""
     path = study.path("small_digits.py")
@@ -173,4 +164,5 @@ def test_a_killed_run_goes_on_after_unlock(trained, tmp_path):
     for name in ("few", "one"):
         for shown in (f"results/figures/{name}.png", f"results/answers/{name}.html"):
             assert study.path(shown).read_bytes() == trained.path(shown).read_bytes()
-    assert without_timings(study) == without_timings(trained)
+    report = "results/report.html"
+    assert study.path(report).read_bytes() == trained.path(report).read_bytes()

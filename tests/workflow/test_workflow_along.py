@@ -92,7 +92,6 @@ def test_a_training_leaves_the_models_of_its_times(along):
     states = [torch.load(results / f"checkpoints/{c}.pt") for c in ("a-2", "a-5")]
     assert not torch.equal(*(state["0.weight"] for state in states))
     assert (results / "benchmarks/train_checkpoint/b.tsv").exists()
-    assert "train_checkpoint" in (results / "report.html").read_text()
 
 
 def term(results, checkpoint):

@@ -53,12 +53,6 @@ def mean_interval(values: np.ndarray) -> tuple[float, float]:
     Noise that varies with both is counted twice, so the interval may be too long, but not too
     short. With one seed (or one target), the interval does not account for differences between
     seeds (or targets).
-
-    Example:
-        >>> import numpy as np
-        >>> low, high = mean_interval(np.array([[1.0, 2.0, 3.0], [1.5, 2.5, 3.5]]))
-        >>> print(f"{low:.2f} to {high:.2f}")
-        0.08 to 4.42
     """
     seeds, targets = values.shape
     # The variance of a mean of n numbers is s^2 / n, with n - 1 degrees of freedom.
@@ -79,12 +73,6 @@ def accuracy_interval(values: np.ndarray) -> tuple[float, float]:
 
     Source: Hanley and Lippman-Hand, "If nothing goes wrong, is everything all right?", Journal of
         the American Medical Association 249, 1983.
-
-    Example:
-        >>> import numpy as np
-        >>> low, high = accuracy_interval(np.ones((5, 100)))
-        >>> print(f"{low:.2f} to {high:.2f}")
-        0.97 to 1.03
     """
     low, high = mean_interval(values)
     n_targets = values.shape[1]

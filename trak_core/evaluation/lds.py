@@ -7,12 +7,15 @@ that were retrained on the subsets.
 Source: Ilyas et al., "Datamodels", ICML 2022; Park et al., "TRAK", ICML 2023, section 2.2.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import combinations
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from scipy.stats import rankdata
 
 from trak_core.errors import InputError
 from trak_core.evaluation.intervals import interval
@@ -35,12 +38,8 @@ class _Sorted:
 
     @classmethod
     def sort(cls, values: np.ndarray) -> "_Sorted":
-        order = np.argsort(values, axis=0, kind="stable")
-        ascending = np.take_along_axis(values, order, axis=0)
-        columns = list(zip(ascending.T, values.T, strict=True))
-        first = np.stack([np.searchsorted(a, x, "left") for a, x in columns], axis=1)
-        stop = np.stack([np.searchsorted(a, x, "right") for a, x in columns], axis=1)
-        return cls(order, first, stop)
+        first, stop = (rankdata(values, end, axis=0).astype(np.int64) for end in ("min", "max"))
+        return cls(np.argsort(values, axis=0, kind="stable"), first - 1, stop)
 
     def centred_ranks(self, counts: np.ndarray) -> np.ndarray:
         """Return ranks minus their mean in a resample that contains row i ``counts[i]`` times.
@@ -72,13 +71,6 @@ def rank_correlations(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     Equivalent to ``scipy.stats.spearmanr`` of each pair of columns, except that a constant column
     has correlation 0, because it defines no order. Equal values share the mean of their ranks. Both
     arrays have shape (rows, columns) and finite values. The result has shape (columns,), float64.
-
-    Example:
-        >>> import numpy as np
-        >>> scores = np.array([[0.1, 2.0], [0.2, 3.0], [0.4, 1.0]])
-        >>> outputs = np.array([[1.0, 7.0], [2.0, 8.0], [9.0, 9.0]])
-        >>> rank_correlations(scores, outputs)
-        array([ 1. , -0.5])
     """
     counts = np.ones(len(a))
     ranks = [_Sorted.sort(x).centred_ranks(counts) for x in (a, b)]
@@ -102,12 +94,9 @@ def noise_ceiling(outputs: np.ndarray) -> np.ndarray:
 
 
 def _ceiling(seeds: Sequence[_Sorted], counts: np.ndarray) -> np.ndarray:
-    r = len(seeds)
-    ranks = [seed.centred_ranks(counts) for seed in seeds]
-    pairs = [(i, j) for i in range(r) for j in range(i)]
-    rho = sum(_correlations(ranks[i], ranks[j], counts) for i, j in pairs) / len(pairs)
-    rho = np.maximum(rho, 0)
-    # By Spearman and Brown, the mean of r seeds has the reliability r rho / (1 + (r - 1) rho).
+    r, ranks = len(seeds), [seed.centred_ranks(counts) for seed in seeds]
+    pairs = [_correlations(*pair, counts) for pair in combinations(ranks, 2)]
+    rho = np.maximum(np.mean(pairs, axis=0), 0)
     return np.sqrt(r * rho / (1 + (r - 1) * rho))
 
 
@@ -118,10 +107,8 @@ def bootstrap(
 
     Each draw resamples subsets and targets with replacement, ranks the drawn subsets again and
     averages over the drawn targets. All predictions use the same draws, so differences between two
-    predictions are paired. The result for a prediction does not depend on other predictions.
-
-    Predictions are subset sums, each of shape (subsets, targets). They are compared with the mean
-    over seeds of ``outputs``, shape (seeds, subsets, targets).
+    predictions are paired. Predictions are subset sums, each of shape (subsets, targets). They are
+    compared with the mean over seeds of ``outputs``, shape (seeds, subsets, targets).
 
     Returns:
         Shape (n_draws, predictions). With at least two seeds, the last of (predictions + 1) columns
@@ -177,51 +164,41 @@ def order_models(
     Returns:
         Masks of shape (S, n) and outputs of shape (seeds, S, m), float64.
     """
-    unknown = set(masks[2]) - set(train_ids)
-    if unknown:
-        raise InputError(
-            f"{name}: the columns of `masks` must be the training samples of the study. Found "
-            f"other columns, such as {sorted(map(str, unknown))[0]}.",
-            code="evaluation.retrained_models",
-        )
-    chosen = _columns(masks, train_ids, name, "masks")
-    values = _columns(outputs, target_ids, name, "outputs")
+    chosen = _columns(masks, train_ids, f"{name}: the columns of `masks`", has_others=False)
+    values = _columns(outputs, target_ids, f"{name}: the columns of `outputs`", has_others=True)
     if not np.isin(chosen, (0, 1)).all():
         raise InputError(
             f"{name}: `masks` must contain only 0 and 1. Found {chosen.max():g}.",
             code="evaluation.retrained_models",
         )
-    subsets = masks[1]
-    rows = {subset: [] for subset in subsets}
-    for row, subset in enumerate(outputs[1]):
-        if subset not in rows:
-            raise InputError(
-                f"{name}: every row of `outputs` must have the name of a row of `masks`, which is "
-                f"the model's subset. Found {subset!r}.",
-                code="evaluation.retrained_models",
-            )
-        rows[subset].append(row)
-    counts = {len(models) for models in rows.values()}
-    if len(rows) < len(subsets) or len(counts) > 1 or 0 in counts:
+    subsets, models = masks[1], Counter(outputs[1])
+    unknown = models.keys() - set(subsets)
+    counts = {models[subset] for subset in subsets}
+    if len(set(subsets)) < len(subsets) or unknown or len(counts) > 1 or 0 in counts:
         raise InputError(
             f"{name}: `masks` must have one row for each subset, and `outputs` the same number of "
-            f"models for each subset. Found {len(subsets)} rows of {len(rows)} subsets, with "
-            f"{min(counts, default=0)} to {max(counts, default=0)} models each.",
+            f"models for each of these subsets. Found {len(subsets)} rows of {len(set(subsets))} "
+            f"subsets, with {min(counts, default=0)} to {max(counts, default=0)} models each. "
+            f"Other subsets in `outputs`: {', '.join(map(repr, list(unknown)[:4])) or 'none'}.",
             code="evaluation.retrained_models",
         )
-    return chosen, np.stack([values[rows[subset]] for subset in subsets], axis=1)
+    # A stable sort groups the rows of `outputs` by subset, and keeps the order of its models.
+    place = {subset: row for row, subset in enumerate(subsets)}
+    order = np.argsort([place[subset] for subset in outputs[1]], kind="stable")
+    by_subset = values[order].reshape(len(subsets), -1, len(target_ids))
+    return chosen, np.ascontiguousarray(by_subset.swapaxes(0, 1))
 
 
-def _columns(frame: Frame, ids: Sequence[Any], name: object, key: str) -> np.ndarray:
-    """Return the columns with these ids, float64."""
+def _columns(frame: Frame, ids: Sequence[Any], where: str, *, has_others: bool) -> np.ndarray:
+    """Return the columns with these ids, float64. Other columns are allowed if ``has_others``."""
     values, _, columns = frame
     position = {column: i for i, column in enumerate(columns)}
-    missing = [i for i in ids if i not in position]
-    if missing or len(position) < len(columns):
+    missing, others = [i for i in ids if i not in position], position.keys() - set(ids)
+    if missing or len(position) < len(columns) or (others and not has_others):
+        lists = [", ".join(map(str, [*some][:4])) or "none" for some in (missing, others)]
         raise InputError(
-            f"{name}: the columns of `{key}` must be the study's ids, without repeats. Found "
-            f"{len(columns)} columns, such as {columns[0] if columns else 'none'!r}. Missing: "
-            f"{', '.join(map(str, missing[:4])) or 'none'}.",
+            f"{where} must be the study's ids, without repeats. Found {len(columns)} columns. "
+            f"Missing: {lists[0]}. Other columns: {lists[1]}.",
             code="evaluation.retrained_models",
         )
     return values[:, [position[i] for i in ids]].astype(np.float64)

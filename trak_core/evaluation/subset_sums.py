@@ -75,22 +75,14 @@ def average_weights(
 
 @dataclass(frozen=True, slots=True)
 class FeaturePass:
-    """Settings with the same checkpoints, weighting and normalization of rows.
+    """Settings for which a checkpoint's features are read once, and the checkpoints to sum over.
 
-    Each file of features is read once for all settings.
-
-    Attributes:
-        settings: The settings of scores.
-        checkpoints: Ids of the checkpoints to sum over.
-        averages: The result of ``average_weights`` for these checkpoints.
-        weighting: ``plain`` or ``curvature``.
-        unit_dim: Rows are cut to this number of columns and divided by their length. None leaves
-            rows unchanged.
+    All settings have the same ``weighting``. If ``unit_dim`` is a number, rows of features are cut
+    to this number of columns and divided by their length.
     """
 
     settings: Sequence[Setting]
     checkpoints: Sequence[str]
-    averages: Mapping[float, np.ndarray]
     weighting: str
     unit_dim: int | None
 

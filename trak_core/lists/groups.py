@@ -111,25 +111,19 @@ class GroupSums:
     ) -> None:
         """Add a block of samples: rows of A_c, shape (C, rows, m), and Q_c^power, (C, rows).
 
-        ``norms`` contains ||B|| of each checkpoint, which only ``unit_average`` uses. ``groups``
+        ``norms`` contains ||B|| of each checkpoint for ``unit_average``, else ones. ``groups``
         contains an array for each column: the numbers of the samples' groups, shape (rows,). The
         groups of all columns are numbered consecutively.
         """
         # With weights v_c of the checkpoints in a draw and V = sum_c v_c, the score of sample i is
         # (sum_c v_c A_c[i] / V) (sum_c v_c Q_c[i] / V) for product_of_averages, and otherwise
-        # sum_c v_c A_c[i] Q_c[i] / ||B_c|| / V, without ||B_c|| unless combine is unit_average.
+        # sum_c v_c A_c[i] Q_c[i] / ||B_c|| / V.
         times = self._random.poisson(1, (similarities.shape[1], N_DRAWS)).astype(np.float64)
         is_product = self.combine is Combine.PRODUCT_OF_AVERAGES
         if not is_product:
-            sizes = np.asarray(
-                norms if self.combine is Combine.UNIT_AVERAGE else np.ones(len(norms))
-            )
-            similarities = similarities * (loss_weights / sizes[:, None])[:, :, None]
-        members = [
-            (group, np.flatnonzero(numbers == group))
-            for numbers in groups
-            for group in np.unique(numbers)
-        ]
+            factors = loss_weights / np.asarray(norms)[:, None]
+            similarities = similarities * factors[:, :, None]
+        members = [(g, np.flatnonzero(own == g)) for own in groups for g in np.unique(own)]
         for group, rows in members:
             self.counts[group] += times[rows].sum(axis=0)
         for draw, weights in enumerate(self.weights):
@@ -211,17 +205,11 @@ def group_tables(
 ) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
     """Return the tables ``groups``, ``targets`` and ``differences``.
 
-    ``differences`` is empty if no column has two groups.
-
-    Args:
-        groupings: The columns and their groups.
-        plain: The sums of scores over each group's samples, shape (groups, m), for the groups of
-            all columns in order.
-        drawn: Draws of each group's mean over its samples and all targets, shape (groups, draws).
-        ends: The lower and upper ends of the intervals of each group's mean for each target, each
-            with shape (groups, m).
-        target_ids: The ids of the m targets.
-        n_runs: The number of training runs.
+    ``differences`` is empty if no column has two groups. The first axis of the arrays contains the
+    groups of all columns in order. ``plain`` are sums of scores over the samples of a group, shape
+    (groups, m). ``drawn`` are draws of a group's mean over its samples and all targets, shape
+    (groups, draws). ``ends`` are the lower and upper ends of the intervals of a group's mean for
+    each target, shape (groups, m) each.
     """
     groups, differences, first = [], [], 0
     for grouping in groupings:
@@ -246,9 +234,7 @@ def group_tables(
     table = pd.concat(groups, ignore_index=True)
     m = plain.shape[1]
     targets = table.loc[table.index.repeat(m), ["column", "group"]].reset_index(drop=True)
-    targets["target_id"] = np.tile(np.array(target_ids, dtype=object), len(table))
-    if not isinstance(target_ids[0], str):
-        targets["target_id"] = targets["target_id"].astype(np.int64)
+    targets["target_id"] = np.tile(target_ids, len(table))
     targets["sum"] = plain.ravel()
     targets["mean"] = (plain / table["n"].to_numpy()[:, None]).ravel()
     targets["low"], targets["high"] = (end.ravel() for end in ends)

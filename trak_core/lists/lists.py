@@ -1,10 +1,9 @@
 """Rank training samples by likely wrong labels, harm or help, and find copies of samples."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pandas as pd
 
+from trak_core.artifacts import Rows
 from trak_core.attribution.score_formulas import Extremes, largest, unit_rows
 from trak_core.settings import MEAN_OF
 
@@ -16,14 +15,12 @@ _SAME = 1e-5
 # With fewer targets, the order by harm can depend much on which targets were chosen.
 ENOUGH_TARGETS = 100
 
-ReadRows = Callable[[int, int], np.ndarray]
 
-
-def _ranked(train: pd.DataFrame, order: np.ndarray, **columns: np.ndarray) -> pd.DataFrame:
-    """Return the samples in this order. Id, rank and ``columns`` come before other columns."""
-    rows = train.assign(**columns).iloc[order].reset_index(drop=True)
+def _ranked(train: pd.DataFrame, order: np.ndarray, *names: str) -> pd.DataFrame:
+    """Return the samples in this order. Id, rank and ``names`` come before other columns."""
+    rows = train.iloc[order].reset_index(drop=True)
     rows["rank"] = np.arange(1, len(rows) + 1)
-    first = ["id", "rank", *columns]
+    first = ["id", "rank", *(name for name in names if name in rows)]
     return rows[[*first, *(name for name in rows if name not in first)]]
 
 
@@ -48,12 +45,9 @@ def suspects(train: pd.DataFrame) -> pd.DataFrame:
     Source: docs/how-to/lists.md, "Help and harm".
     """
     table = train.rename(columns={"harmed_label": "suggested_label"})
-    harm, help_ = table["harm"].to_numpy(), table["help"].to_numpy()
-    order = np.argsort(-harm, kind="stable")
-    columns = {"worth_a_look": (harm > help_).astype(np.int64)}
-    if "suggested_label" in table:
-        columns["suggested_label"] = table["suggested_label"].to_numpy()
-    return _ranked(table, order, **columns, harm=harm, help=help_)
+    table["worth_a_look"] = (table["harm"] > table["help"]).astype(np.int64)
+    order = np.argsort(-table["harm"].to_numpy(), kind="stable")
+    return _ranked(table, order, "worth_a_look", "suggested_label", "harm", "help")
 
 
 def most_harmful(train: pd.DataFrame) -> pd.DataFrame:
@@ -118,25 +112,26 @@ def _help_minus_harm(train: pd.DataFrame) -> np.ndarray:
 
 
 def _by_score(train: pd.DataFrame, order: np.ndarray, score: np.ndarray) -> pd.DataFrame:
-    return _ranked(train.drop(columns="harmed_label", errors="ignore"), order, score=score)
+    table = train.drop(columns="harmed_label", errors="ignore").assign(score=score)
+    return _ranked(table, order, "score")
 
 
 def nearest(
-    read: ReadRows, n_rows: int, others: np.ndarray, *, block: int, first: int | None = None
+    features: Rows | np.ndarray, others: np.ndarray, *, block: int, first: int | None = None
 ) -> Extremes:
-    """Return the five rows of features with the largest cosines to the features of each sample.
+    """Return the five rows of ``features`` with the largest cosines to each row of ``others``.
 
-    The result has shape (5, m), float32, or fewer rows if ``n_rows`` is smaller. ``read`` returns
-    rows of features from start to stop, shape (rows, k), and is called for ``block`` rows at a
-    time. ``others`` are the features of the samples, shape (m, k). If the samples are also rows,
-    ``first`` is the row number of the first sample, and a sample is not its own neighbour.
+    Features have shape (n, k), and ``block`` rows are read at a time. ``others`` has shape (m, k).
+    The result has shape (5, m), float32, or fewer rows if n is smaller. If ``others`` are also rows
+    of ``features``, ``first`` is the number of the first of these rows, and a row is not its own
+    neighbour.
     """
     unit = unit_rows(others).T.astype(np.float32)
     extremes: Extremes | None = None
-    for start in range(0, n_rows, block):
-        stop = min(start + block, n_rows)
-        cosines = unit_rows(read(start, stop)).astype(np.float32) @ unit
+    for start in range(0, len(features), block):
+        cosines = unit_rows(features[start : start + block]).astype(np.float32) @ unit
         if first is not None:
+            stop = start + len(cosines)
             own = np.arange(max(start, first), min(stop, first + others.shape[0]))
             cosines[own - start, own - first] = -np.inf
         extremes = largest(extremes, start, cosines, _NEIGHBOURS)

@@ -13,7 +13,6 @@ from trak_core.errors import InputError
 
 # The names of a spec's keys in error messages.
 _NAMES = {
-    "checkpoint": "checkpoint",
     "dtype": "features_dtype",
     "parameter_patterns": "parameters",
     "parameters_digest": "model",
@@ -39,27 +38,13 @@ class FinishedRun:
         results, folder = results.resolve(), folder.resolve()
         with contextlib.chdir(folder):
             if not Path(config["study"]).is_file():
-                others = sorted(results.glob("*_study_*.py"))
-                if not others:
-                    raise _not_finished(results, config["study"])
-                raise InputError(
-                    f"{results}: the run must have used the config's study_arguments and this "
-                    f"version of trak-core. Found {others[0].name}. Run the config again first.",
-                    code="queries.other_study",
-                )
+                raise _not_finished(results, config["study"])
             run = cls(specs_of(config, results, writes=False), results, folder)
-            stored = [c.path for c in run.specs.checkpoints.values() if "://" in (c.path or "")]
-            if stored:
-                raise InputError(
-                    f"Checkpoints must be on a local disk. Found {stored[0]}. Copy them to a disk, "
-                    "and set the paths of the copies in the config.",
-                    code="queries.stored",
-                )
             files = [run.files(name) for name in run.specs.checkpoints]
             gone = [path for path, *_ in files if not path.exists()]
             if gone and run.results not in gone[0].parents:
                 raise InputError(
-                    f"The run's checkpoints must still exist. Found nothing at {gone[0]} "
+                    f"The run's checkpoints must exist on a local disk. Found nothing at {gone[0]} "
                     f"(relative to {folder}). Restore it, or run the config again with a new path.",
                     code="queries.no_checkpoint",
                 )
@@ -110,7 +95,7 @@ class FinishedRun:
 
 def _not_finished(results: Path, missing: Path | str) -> InputError:
     return InputError(
-        f"{results}: the run must be finished. Found nothing at {missing}. Run the config first: "
-        "`trak run CONFIG`.",
+        f"{results}: the run of this config must be finished. Found nothing at {missing}. Run it "
+        "first: `trak run CONFIG`.",
         code="queries.not_finished",
     )

@@ -164,15 +164,14 @@ class OpenRun(FittedAttributor):
                 path = self.run.specs.questions.get(name)
                 question = None if path is None else Path(path)
                 split = split_of(self.study, name, None, question)
-                ids = [str(split_id) for split_id in split.ids]
-                if str(target_id) in ids:
-                    row = ids.index(str(target_id))
-                    found_id = split.ids[row]
-                    columns = columns_of(self.study, name, [found_id], question)
+                for row, own_id in enumerate(split.ids):
+                    if str(own_id) != str(target_id):
+                        continue
+                    columns = columns_of(self.study, name, [own_id], question)
                     fields = {str(key): values.tolist()[0] for key, values in columns.items()}
-                    with users_code(f"reading sample {found_id}"):
-                        return Asked(found_id, split.samples[row], fields)
-                shown += ids[:2]
+                    with users_code(f"reading sample {own_id}"):
+                        return Asked(own_id, split.samples[row], fields)
+                shown += map(str, split.ids[:2])
         raise InputError(
             f"The id must belong to a target of {', '.join(names)}. Found {target_id}. There are "
             f"ids such as {', '.join(dict.fromkeys(shown))}.",
@@ -218,11 +217,10 @@ class OpenRun(FittedAttributor):
             yield from self.answers(half, k, tokens=tokens)
 
     def _answers(self, group: Sequence[Asked], k: int, *, tokens: bool) -> list[Answer]:
-        samples: Any = [asked.sample for asked in group]
         # Ids can have different types, so positions replace them. The id of a single sample is kept
         # for error messages.
         ids: Any = [group[0].id] if len(group) == 1 else [*range(len(group))]
-        scores = self._score(Split(samples, ids), keep="full", top=k)
+        scores = self._score(Split([asked.sample for asked in group], ids), keep="full", top=k)
         token_scores = self._tokens(group, scores, k) if tokens else None
         targets, answers = scores.targets.to_dict("records"), []
         with self._at_work():
@@ -234,19 +232,18 @@ class OpenRun(FittedAttributor):
                 influences = part_with(scores.influences, target_id=ids[i])
                 train_ids = influences["train_id"].tolist()
                 texts = [short_text(self.study, j, self.sample(j)) for j in train_ids]
-                answers.append(
-                    Answer(
-                        asked,
-                        {"id": asked.id, **targets[i]},
-                        short_text(self.study, asked.id, asked.sample),
-                        scores.frame.iloc[:, i].rename(asked.id),
-                        influences.assign(target_id=str(asked.id)),
-                        self.columns.loc[train_ids, :].assign(described_text=texts),
-                        self.run.specs.config["model_output"],
-                        self.study.class_names(),
-                        None if token_scores is None else part_with(token_scores, target_id=ids[i]),
-                    )
+                answer = Answer(
+                    asked,
+                    {"id": asked.id, **targets[i]},
+                    short_text(self.study, asked.id, asked.sample),
+                    scores.frame.iloc[:, i].rename(asked.id),
+                    influences.assign(target_id=str(asked.id)),
+                    self.columns.loc[train_ids, :].assign(described_text=texts),
+                    self.run.specs.config["model_output"],
+                    self.study.class_names(),
+                    None if token_scores is None else part_with(token_scores, target_id=ids[i]),
                 )
+                answers.append(answer)
         return answers
 
     def _tokens(self, group: Sequence[Asked], scores: Scores, k: int) -> pd.DataFrame | None:
@@ -258,9 +255,9 @@ class OpenRun(FittedAttributor):
             texts = []
             with self._at_work():
                 for side, target_id, train_id, n in pairs.reset_index().itertuples(index=False):
-                    sample = asked_by_id[target_id].id, asked_by_id[target_id].sample
-                    if side == "train":
-                        sample = train_id, self.sample(train_id)
+                    asked = asked_by_id[target_id]
+                    own = asked.id, asked.sample
+                    sample = (train_id, self.sample(train_id)) if side == "train" else own
                     texts += [*shown_tokens(self.study, *sample, n - 1), ""]
             return table.assign(text=texts)
         except InputError as error:

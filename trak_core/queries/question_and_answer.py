@@ -63,11 +63,10 @@ class Answer:
         train: The columns of these training samples, by id, including ``described_text``.
         model_output: The model output f, as in the config.
         class_names: The names of the classes, by number. Empty if the study has none.
-        tokens: The scores of ``top`` by token, or None. The columns are ``train_id``, ``side``
-            (``train`` or ``target``, the sample with the token), ``token`` (from 0, or -1 for terms
-            that belong to no token), ``text`` and ``score``. For each side, the scores of all
-            tokens add up to the training sample's score, up to the rounding of features (with
-            int8, 1 % of the largest score).
+        tokens: The scores of ``top`` by token, or None. See ``Attributor.tokens``. The column
+            ``text`` contains the tokens. For each side, the scores of all tokens add up to the
+            training sample's score, up to the rounding of features (with int8, 1 % of the largest
+            score).
     """
 
     asked: Asked

@@ -10,17 +10,11 @@ import pandas as pd
 from trak_core.attribution.score_formulas import unit_of
 from trak_core.queries.open_run import OpenRun
 from trak_core.queries.question_and_answer import Answer
-from trak_core.report.explore_data import Tokens, explore
+from trak_core.report.explore_data import explore
 from trak_core.report.read_results import File, with_class_names, with_fit
 from trak_core.report.render import answer as rendered
 from trak_core.study.sample_columns import short_columns
-from trak_core.study.show_samples import (
-    Picture,
-    are_drawn,
-    contents_digest,
-    show_sample,
-    shown_tokens,
-)
+from trak_core.study.show_samples import are_drawn
 
 
 def asked_page(run: OpenRun, answers: Sequence[Answer], k: int) -> str:
@@ -35,21 +29,11 @@ def asked_page(run: OpenRun, answers: Sequence[Answer], k: int) -> str:
         def sample_of(is_target: bool, sample_id: Any) -> Any:
             return samples[sample_id] if is_target else run.sample(sample_id)
 
-        def show(is_target: bool, sample_id: Any, characters: int) -> tuple[Picture | str, bytes]:
-            sample = sample_of(is_target, sample_id)
-            shown = show_sample(run.study, sample_id, sample, characters, draws)
-            return shown, contents_digest(sample)
-
-        def texts(is_target: bool, sample_id: Any, n_tokens: int) -> list[str]:
-            sample = sample_of(is_target, sample_id)
-            return shown_tokens(run.study, sample_id, sample, n_tokens)
-
-        has_texts = run.study.has("describe")
         file = with_class_names(_file(run, answers), run.study.class_names())
         by_id = {str(answer.asked.id): answer.tokens for answer in answers}
         tables = [table.assign(target_id=i) for i, table in by_id.items() if table is not None]
-        tokens = Tokens.of(pd.concat(tables, ignore_index=True), texts) if tables else None
-        explored = explore(file, show, drawn=draws, described=has_texts, tokens=tokens)
+        tokens = pd.concat(tables, ignore_index=True) if tables else None
+        explored = explore(file, run.study, sample_of, drawn=draws, token_scores=tokens)
         return rendered(explored, run.study.name, k)
 
 
@@ -73,6 +57,8 @@ def _file(run: OpenRun, answers: Sequence[Answer]) -> File:
     targets = targets.join(short_columns(columns))
     influences = pd.concat([answer.influences for answer in answers], ignore_index=True)
     known = run.columns.reset_index()
+    attributes = {"unit": unit_of(spec), "most_harmful": [], "n_harmful": 0, "n_train": len(known)}
+    attributes["output_words"] = None if output_words is None else json.dumps(output_words)
     file = File(
         name="",
         content_hash="",
@@ -85,14 +71,7 @@ def _file(run: OpenRun, answers: Sequence[Answer]) -> File:
             "top_influences": influences,
             "train": known.loc[known["id"].isin(influences["train_id"]), :],
         },
-        attributes={
-            "unit": unit_of(spec),
-            "output_words": None if output_words is None else json.dumps(output_words),
-            "n_train": len(known),
-            "most_harmful": [],
-            "n_harmful": 0,
-            **meaning,
-        },
+        attributes=attributes | meaning,
     )
     return with_fit(file, known, run.train)
 

@@ -28,6 +28,7 @@ from trak_core.study.show_samples import Picture
 _WIDTH, _HEIGHT = 3.6, 2.5
 _STYLE: dict[Any, Any] = {
     "font.size": 9,
+    "axes.axisbelow": True,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.edgecolor": "#666",
@@ -98,19 +99,16 @@ class Chart:
 
 
 def _draw(axes: Axes, line: Line) -> None:
-    has_several_points = len(line.x) > 1
     if line.low is not None and line.high is not None:
-        if has_several_points:
-            axes.fill_between(
-                line.x, line.low, line.high, color=line.color, alpha=0.18, linewidth=0
-            )
+        ends = line.x, line.low, line.high
+        if len(line.x) > 1:
+            axes.fill_between(*ends, color=line.color, alpha=0.18, linewidth=0)
         else:
-            axes.vlines(line.x, line.low, line.high, color=line.color, linewidth=1.6, alpha=0.6)
-    (drawn,) = axes.plot(line.x, line.y, color=line.color, linewidth=1.6)
-    if line.dashed:
-        drawn.set_linestyle((0, (4, 3)))
-    else:
-        drawn.set(marker="o", markersize=4, linestyle="-" if has_several_points else "none")
+            axes.vlines(*ends, color=line.color, linewidth=1.6, alpha=0.6)
+    style: dict[str, Any] = (
+        {"linestyle": (0, (4, 3))} if line.dashed else {"marker": "o", "markersize": 4}
+    )
+    axes.plot(line.x, line.y, color=line.color, linewidth=1.6, **style)
 
 
 def _line_chart(
@@ -153,8 +151,6 @@ def _line_chart(
 
 def _chart(title: str, shown: str, figure: Figure, legend: Sequence[Line] = ()) -> Chart:
     """Return a figure as a chart. ``shown`` describes the axes for the alternative text."""
-    for axes in figure.axes:
-        axes.set_axisbelow(True)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     width, height = figure.get_size_inches()
@@ -210,14 +206,9 @@ def _sweep_chart(evaluation: File, name: str, title: str, label: str, ceiling: A
         for (combine, rows), color in zip(sweep.groupby("combine"), _COLORS, strict=False)
     ]
     x = sweep[name].unique().tolist()
+    log_x = name != "loss_weight_power" and x[0] > 0
     return _line_chart(
-        title,
-        lines,
-        x_label=label,
-        y_label="LDS",
-        log_x=name != "loss_weight_power" and x[0] > 0,
-        x_ticks=x,
-        ceiling=ceiling,
+        title, lines, x_label=label, y_label="LDS", log_x=log_x, x_ticks=x, ceiling=ceiling
     )
 
 
@@ -243,16 +234,11 @@ def removal_charts(removals: File, labels: Mapping[str, str]) -> list[Chart]:
         for whole in part_with(rows, subset="everything")["mean"]:
             ends = [x[0], x[-1]] if len(x) > 1 else [0.9 * x[0], 1.1 * x[0]]
             lines.append(Line(labels["everything"], ends, [whole] * 2, color=_ORANGE, dashed=True))
-        charts.append(
-            _line_chart(
-                _MEASURES[measure],
-                lines,
-                x_label=f"training examples {labels['treated']}",
-                y_label=_MEASURES[measure].lower(),
-                log_x=len(x) > 1,
-                x_ticks=x,
-            )
+        title, treated = _MEASURES[measure], f"training examples {labels['treated']}"
+        chart = _line_chart(
+            title, lines, x_label=treated, y_label=title.lower(), log_x=len(x) > 1, x_ticks=x
         )
+        charts.append(chart)
     return charts
 
 
@@ -268,9 +254,7 @@ def group_charts(groups: File) -> list[Chart]:
             axes = figure.subplots()
             axes.axvline(0, color=_GREY, linewidth=0.8)
             axes.hlines(shown.index, shown["low"], shown["high"], color=_BLUE, linewidth=1.6)
-            axes.plot(
-                shown["mean"], shown.index, color=_BLUE, marker="o", markersize=4, linestyle=""
-            )
+            axes.plot(shown["mean"], shown.index, "o", color=_BLUE, markersize=4)
             names = [_wrapped(str(name), *_NAME) for name in shown["group"]]
             axes.set_yticks(shown.index, labels=names, parse_math=False)
             axes.set_ylim(-0.6, len(shown) - 0.4)
@@ -285,12 +269,11 @@ def group_charts(groups: File) -> list[Chart]:
 
 def influences_figure(examples: Examples) -> Figure:
     """Return a figure whose rows show the first targets, each with its strongest samples."""
-    width = 1 + 2 * EACH
-    spec = examples.experiment.spec
+    width, name = 1 + 2 * EACH, examples.experiment.spec["experiment"]
     output, shown = output_of(examples.experiment), examples.shown[:TARGETS_IN_FIGURE]
     figure = Figure(figsize=(1.15 * width + 0.6, 1.5 * len(shown) + 0.9), layout="constrained")
     figure.suptitle(
-        f"Experiment {spec['experiment']}: targets (left), training samples that push their "
+        f"Experiment {name}: targets (left), training samples that push their "
         "model output up most (green) and down most (red)",
         fontsize=10,
         parse_math=False,
@@ -302,7 +285,7 @@ def influences_figure(examples: Examples) -> Figure:
         words = of_target(about, output).rsplit(", ", 1)  # The prediction is on a second line.
         _tile(row[0], examples.targets[about.id], (f"target {about.id}", *words), "black")
         for sign, first, color in ((1, 1, _GREEN), (-1, 1 + EACH, _RED)):
-            strongest = examples.strongest(about.id, sign)[:EACH]
+            strongest = examples.experiment.strongest(about.id, sign)[:EACH]
             for axes, influence in zip(row[first:], strongest, strict=False):
                 parts = of_training_sample(influence, output), signed(influence.score)
                 title = f"train {influence.train_id}", ", ".join(filter(None, parts))

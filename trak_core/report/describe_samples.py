@@ -6,13 +6,15 @@ The report (templates/examples.html.j2), the answers (templates/answer.html.j2) 
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from trak_core.report.read_results import File, rows_with, strongest
+from trak_core.report.read_results import File, rows_with
 from trak_core.settings import MEAN_OF
 from trak_core.study.dataset_split import Split
+from trak_core.study.read_targets import split_of
 from trak_core.study.show_samples import BEGINNING, Picture, Words, are_drawn, show_sample
 from trak_core.study.study import Study
 
@@ -42,10 +44,6 @@ class Examples:
         """The rows of the targets that are shown."""
         return rows_with(self.experiment.tables["shown"])
 
-    def strongest(self, target: Any, sign: int) -> list[Any]:
-        """Return the rows of a target's strongest influences with the given sign, 1 or -1."""
-        return strongest(self.experiment, target, sign)
-
 
 def targets_shown(n_experiments: int) -> list[int]:
     """Return how many targets to show at most for each experiment, at most 120 in total."""
@@ -53,13 +51,16 @@ def targets_shown(n_experiments: int) -> list[int]:
     return [each if i * each < _IN_ALL else 0 for i in range(n_experiments)]
 
 
-def targets_of_mean(experiment: File) -> Split | None:
-    """Return the experiment's targets as texts if they are means of others, else None."""
+def targets_of(study: Study, experiment: File, ids: Sequence[Any], question: Path | None) -> Split:
+    """Return the experiment's targets with these ids, from the study or the file ``question``.
+
+    Targets that are means of others are returned as texts.
+    """
     targets = experiment.tables["targets"]
-    if MEAN_OF not in targets:
-        return None
-    words = [Words(f"the mean of {mean_of}") for mean_of in targets[MEAN_OF].tolist()]
-    return Split(words, targets["id"].tolist())
+    if MEAN_OF in targets:
+        words = [Words(f"the mean of {mean_of}") for mean_of in targets[MEAN_OF].tolist()]
+        return Split(words, targets["id"].tolist())
+    return split_of(study, experiment.spec["experiment"], ids, question)
 
 
 def find_examples(

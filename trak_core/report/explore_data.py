@@ -18,7 +18,15 @@ from trak_core.report.read_results import File, output_of, rows_with
 from trak_core.report.template_filters import anchor, is_right, label, number, of_target, signed
 from trak_core.settings import MEAN_OF
 from trak_core.study.sample_columns import RESERVED
-from trak_core.study.show_samples import BEGINNING, Picture, readable
+from trak_core.study.show_samples import (
+    BEGINNING,
+    Picture,
+    contents_digest,
+    readable,
+    show_sample,
+    shown_tokens,
+)
+from trak_core.study.study import Study
 
 # The number of training samples of each sign for a target, and the number of targets that the page
 # shows without its script.
@@ -40,7 +48,6 @@ _EQUAL_HARMS = (
 LEVELS = 9
 
 
-@dataclass(frozen=True, slots=True)
 class Tokens:
     """Scores by token, which are shown as colours.
 
@@ -50,30 +57,27 @@ class Tokens:
         targets: The scores of a target's tokens, summed over its training samples, by target.
     """
 
-    texts: Callable[[bool, Any, int], Sequence[str]]
-    train: Mapping[tuple[Any, Any], np.ndarray]
-    targets: Mapping[Any, np.ndarray]
-
-    @classmethod
-    def of(cls, table: pd.DataFrame, texts: Callable[[bool, Any, int], Sequence[str]]) -> "Tokens":
-        """Return the scores in the table ``tokens`` of a token-scores file."""
-        train: dict[tuple[Any, Any], np.ndarray] = {}
-        targets: dict[Any, np.ndarray] = {}
+    def __init__(
+        self, table: pd.DataFrame | None, texts: Callable[[bool, Any, int], Sequence[str]]
+    ) -> None:
+        """Read the table ``tokens`` of a token-scores file, or no scores if it is None."""
+        self.texts = texts
+        self.train: dict[tuple[Any, Any], np.ndarray] = {}
+        self.targets: dict[Any, np.ndarray] = {}
+        if table is None:
+            return
         keys = ["side", "target_id", "train_id"]
         of_tokens = table.loc[table["token"] >= 0, :].groupby(keys, sort=False)["score"]
         for (side, target, sample), scores in of_tokens:
             if side == "train":
-                train[target, sample] = scores.to_numpy()
+                self.train[target, sample] = scores.to_numpy()
             else:
-                targets[target] = targets.get(target, 0) + scores.to_numpy()
-        return cls(texts, train, targets)
+                self.targets[target] = self.targets.get(target, 0) + scores.to_numpy()
 
 
 def token_levels(scores: np.ndarray) -> list[int]:
     """Return integers proportional to scores. The largest absolute value becomes ``LEVELS``."""
-    largest = np.abs(scores).max(initial=0)
-    if not largest > 0:
-        return [0] * len(scores)
+    largest = np.abs(scores).max(initial=0) or 1
     return np.rint(LEVELS * scores / largest).astype(int).tolist()
 
 
@@ -137,24 +141,12 @@ class Answer:
         return f"{'; '.join(sentences)}." if sentences else ""
 
     @property
-    def has_tokens(self) -> bool:
-        """Whether there are scores by token."""
-        return any("tokens" in target for target in self.targets)
-
-    @property
     def data(self) -> str:
         """The data for the script, as JSON that is safe inside an HTML element."""
         about = output_of(self.experiment)
-        whole = {
-            "targets": self.targets,
-            "train": self.train,
-            "columns": self.columns,
-            "drawn": self.drawn,
-            "described": self.described,
-            "classes": about.labels_are_classes,
-            "sides": about.sides,
-        }
-        return _json(whole)
+        names = ("targets", "train", "columns", "drawn", "described")
+        whole = {name: getattr(self, name) for name in names}
+        return _json(whole | {"classes": about.labels_are_classes, "sides": about.sides})
 
 
 def _json(value: Any) -> str:
@@ -170,40 +162,32 @@ def _study_columns(table: pd.DataFrame) -> list[str]:
     return [name for name in table.columns if name not in RESERVED]
 
 
-def _values(table: pd.DataFrame, words: Sequence[str]) -> dict[str, list[str]]:
-    """Return the columns by which the page can filter: their names, with the values as texts."""
-    pairs = [(word, key) for word, key in zip(words, ("label", "prediction"), strict=True) if word]
-    named = [*pairs, *((name, name) for name in _study_columns(table))]
-    return {word: [label(value) for value in table[key].tolist()] for word, key in named}
+def _entries(table: pd.DataFrame, about: About) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return an entry for each row, and the names of the values by which the page can filter.
 
-
-def _entries(table: pd.DataFrame, values: Mapping[str, list[str]]) -> list[dict[str, Any]]:
-    """Return an entry for each row: its id, anchor, values, and the study's columns as a text."""
+    An entry contains the id, the anchor, the values as texts, and the study's columns as one text.
+    """
     added = _study_columns(table)
-    rows = zip(*values.values(), strict=True) if values else (() for _ in table["id"])
-    return [
-        {
-            "key": sample_id,
-            "id": str(sample_id),
-            "anchor": anchor(sample_id),
-            "values": list(row),
-            "more": ", ".join(
-                f"{name} {value}"
-                for name, value in zip(values, row, strict=True)
-                if name in added and value
-            ),
-            "sample": None,
-        }
-        for sample_id, row in zip(table["id"].tolist(), rows, strict=True)
-    ]
+    pairs = ((about.label, "label"), (about.prediction, "prediction"))
+    columns = {word: key for word, key in pairs if word} | {name: name for name in added}
+    values = {
+        word: [label(value) for value in table[key].tolist()] for word, key in columns.items()
+    }
+    entries = []
+    for row, sample_id in enumerate(table["id"].tolist()):
+        own = {word: texts[row] for word, texts in values.items()}
+        more = [f"{name} {value}" for name, value in own.items() if name in added and value]
+        ids = {"key": sample_id, "id": str(sample_id), "anchor": anchor(sample_id)}
+        texts = {"values": list(own.values()), "more": ", ".join(more)}
+        entries.append(ids | texts | {"sample": None})
+    return entries, list(values)
 
 
 def _targets(experiment: File, n_targets: int) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the entries of the first targets, without influences, and their column names."""
     output = output_of(experiment)
     table = experiment.tables["targets"].head(n_targets)
-    values = _values(table, (output.label, output.prediction))
-    entries = _entries(table, values)
+    entries, names = _entries(table, output)
     several = len(experiment.spec["runs"]) > 1
     for entry, row in zip(entries, rows_with(table), strict=True):
         spread = f" ± {number(row.output_sd, 2)}" if several else ""
@@ -211,7 +195,7 @@ def _targets(experiment: File, n_targets: int) -> tuple[list[dict[str, Any]], li
         entry["f"] = f"{number(row.output)}{spread}"
         entry["output"] = float(f"{row.output:.6g}")
         entry["wrong"] = is_right(row, output) is False
-    return entries, list(values)
+    return entries, names
 
 
 def _train(
@@ -223,8 +207,7 @@ def _train(
     """
     output = output_of(experiment)
     table = experiment.tables["train"].set_index("id", drop=False).loc[list(ids)]
-    values = _values(table, (output.label, output.prediction))
-    entries = _entries(table, values)
+    entries, names = _entries(table, output)
     for entry, row in zip(entries, rows_with(table), strict=True):
         entry["words"] = f"{output.label} {label(row.label)}" if output.label else ""
         also = f"{output.prediction} {label(row.prediction)}"
@@ -233,20 +216,18 @@ def _train(
     if self_influence is not None:
         numbers["self-influence"] = self_influence.loc[list(ids)]
     # Sort as in the list of suspects: by the number before rounding, then by the row in the study.
-    of_study = experiment.tables["train"]["id"]
-    row_of = {sample_id: row for row, sample_id in enumerate(of_study.tolist())}
-    rows = [row_of[sample_id] for sample_id in ids]
+    rows = pd.Index(experiment.tables["train"]["id"]).get_indexer(list(ids))
     for name, column in numbers.items():
         order = np.lexsort((rows, -column.to_numpy()))
         for place, i in enumerate(order.tolist()):
             entries[i].setdefault("places", {})[name] = place
         for entry, value in zip(entries, column.tolist(), strict=True):
             entry[name] = number(value, 2)
-    return entries, list(values)
+    return entries, names
 
 
 def _rows(
-    experiment: File, n_targets: int, self_influence: pd.Series | None, tokens: Tokens | None
+    experiment: File, n_targets: int, self_influence: pd.Series | None, tokens: Tokens
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, list[str]]]:
     """Return the page's entries for targets and training samples, and the column names of both."""
     ids = experiment.tables["targets"]["id"].tolist()[:n_targets]
@@ -261,18 +242,15 @@ def _rows(
     by_target: dict[Any, list[tuple[Any, ...]]] = {target: [] for target in ids}
     ordered = kept.sort_values(["sign", "rank"], ascending=[False, True], kind="stable")
     for row in rows_with(ordered):
-        levels: list[Any] = []
-        if tokens is not None and (row.target_id, row.train_id) in tokens.train:
-            scores = tokens.train[row.target_id, row.train_id]
-            levels = [token_levels(scores)]
-            entry = train[place[row.train_id]]
-            if len(scores) and "tokens" not in entry:
-                entry["tokens"] = list(tokens.texts(False, row.train_id, len(scores)))
+        scores, entry = tokens.train.get((row.target_id, row.train_id)), train[place[row.train_id]]
+        levels = [] if scores is None else [token_levels(scores)]
+        if scores is not None and len(scores) and "tokens" not in entry:
+            entry["tokens"] = list(tokens.texts(False, row.train_id, len(scores)))
         by_target[row.target_id].append((place[row.train_id], signed(row.score), *levels))
     for entry, target in zip(targets, ids, strict=True):
         entry["influences"] = by_target[target]
-        if tokens is not None and len(tokens.targets.get(target, ())):
-            scores = tokens.targets[target]
+        scores = tokens.targets.get(target)
+        if scores is not None and len(scores):
             entry["levels"] = token_levels(scores)
             entry["tokens"] = list(tokens.texts(True, target, len(scores)))
     return targets, train, {"targets": target_columns, "train": train_columns}
@@ -280,12 +258,12 @@ def _rows(
 
 def explore(
     experiment: File,
-    show: Show,
+    study: Study,
+    sample_of: Callable[[bool, Any], Any],
     *,
     drawn: bool,
-    described: bool,
+    token_scores: pd.DataFrame | None = None,
     self_influence: pd.Series | None = None,
-    tokens: Tokens | None = None,
 ) -> Answer:
     """Return the contents of an experiment's page of at most 5 MB.
 
@@ -294,9 +272,19 @@ def explore(
     their training samples, then those of other targets, then those of other training samples,
     ordered by their best rank. If not all texts fit, texts are shortened.
 
-    ``show`` returns a sample as a picture if ``drawn``, and with the study's text if ``described``.
+    ``sample_of`` is a function (is_target, id) that returns the sample, which is shown as a picture
+    if ``drawn``. ``token_scores`` is the table ``tokens`` of a token-scores file.
     ``self_influence`` contains the self-influence of training samples, by id.
     """
+
+    def show(is_target: bool, sample_id: Any, characters: int) -> tuple[Picture | str, bytes]:
+        sample = sample_of(is_target, sample_id)
+        return show_sample(study, sample_id, sample, characters, drawn), contents_digest(sample)
+
+    def texts(is_target: bool, sample_id: Any, n_tokens: int) -> list[str]:
+        return shown_tokens(study, sample_id, sample_of(is_target, sample_id), n_tokens)
+
+    described, tokens = study.has("describe"), Tokens(token_scores, texts)
     n_targets = len(experiment.tables["targets"])
     short = _without_repeated(experiment, show) if described and not drawn else experiment
     while True:
@@ -388,20 +376,17 @@ def _mark_equal(
     """
     digests = [entry.get("digest") for entry in train]
     for target in targets:
-        influences = [(place, score) for place, score, *_ in target["influences"]]
-        counts = Counter(digests[place] for place, _ in influences)
-        target_digest, marks = target.get("digest"), dict[int, str]()
-        for place, _ in influences:
-            digest = digests[place]
-            if digest is None:
-                continue
-            if counts[digest] > 1:
-                marks[place] = f"one of {counts[digest]} equal samples here"
-            if digest == target_digest:
-                marks[place] = ", ".join(filter(None, ("equal to the target", marks.get(place))))
-        target["equal"] = marks
-        harmful = {place for place, score in influences if not score.startswith("+")}
-        is_harmed = any(target_digest and digests[place] == target_digest for place in harmful)
+        shown = {place: score for place, score, *_ in target["influences"] if digests[place]}
+        counts = Counter(digests[place] for place in shown)
+        same = {place for place in shown if digests[place] == target.get("digest")}
+        target["equal"] = {}
+        for place in shown:
+            n_equal = counts[digests[place]]
+            marks = ["equal to the target"] * (place in same)
+            marks += [f"one of {n_equal} equal samples here"] * (n_equal > 1)
+            if marks:
+                target["equal"][place] = ", ".join(marks)
+        is_harmed = any(not shown[place].startswith("+") for place in same)
         # In regression, a copy of a target lowers the prediction if that is too high, so a negative
         # score of the copy does not mean harm.
         target["equal_harms"] = _EQUAL_HARMS if is_harmed and not about.raises else ""

@@ -1,7 +1,6 @@
-"""Read the artifacts of a study for the report, and the time and memory of its jobs."""
+"""Read the artifacts of a study for the report."""
 
 import json
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,6 @@ from trak_core.artifacts import (
 )
 from trak_core.attribution.model_fit import fit_of
 from trak_core.model_outputs.about_outputs import About, about_output
-from trak_core.runtime.job import PEAK
 from trak_core.settings import EXACT, LESS, MEAN_OF
 from trak_core.study.dataset_split import Split
 
@@ -34,8 +32,6 @@ _N_LARGEST = 10
 _N_HARMFUL = 100
 # The largest number of training samples in the table that compares experiments.
 _N_SHARED = 30
-# The names of shards and of groups of subsets, such as 2-of-5 and 0-9.
-_NUMBERED = re.compile(r"\d+(-of-|-)?\d*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +52,10 @@ class File:
     def row(self, table: str, **values: Any) -> Any:
         """Return the first row with these values in a table, or None if there is no such row."""
         return next(iter(rows_with(self.tables[table], **values)), None)
+
+    def strongest(self, target: Any, sign: int) -> list[Any]:
+        """Return the rows of a target's strongest influences with the given sign, 1 or -1."""
+        return rows_with(self.tables["top_influences"], target_id=target, sign=sign)
 
 
 def part_with(table: pd.DataFrame, **values: Any) -> pd.DataFrame:
@@ -83,7 +83,6 @@ class Results:
     config: Mapping[str, Any]
     experiments: Sequence[File]
     matrices: Sequence[File]
-    timings: pd.DataFrame
     evaluations: Mapping[str, File] = field(default_factory=dict)
     removals: Sequence[File] = ()
     self_influence: Sequence[File] = ()
@@ -139,34 +138,34 @@ def read_experiment(
         - ``targets``: all targets. ``shown``: the first targets.
         - ``top_influences``: the influences on the first targets.
         - ``train``: the training samples in ``top_influences``, and the most harmful ones.
-        - ``moved``: the harm and help of all training samples, if the model output has a better
-          direction.
+        - ``moved``: harm and help of all training samples, if they are known.
 
-        It has these attributes:
+        It has these attributes, besides attributes of the scores file:
 
-        - ``unit``: the unit of a score. ``defaults``: a text about default settings.
         - ``output_words``: JSON that describes a user-defined model output in the config.
-        - ``one_loss_weight``: whether all loss weights are 1. ``saturated``: the fraction of
-          training samples whose loss weight is near 0 at the ends of runs.
-        - ``n_train``: the number of training samples. ``n_trained_on`` and ``fit``: see the
-          functions ``n_trained_on`` and ``with_fit``.
+        - ``one_loss_weight``: whether all loss weights are 1.
+        - ``saturated``: the fraction of training samples whose loss weight is near 0.
+        - ``n_train``: the number of training samples.
+        - ``n_trained_on`` and ``fit``: see the functions ``n_trained_on`` and ``with_fit``.
         - ``influential``: the ids of the training samples in the stored ``top_influences``.
-        - ``most_harmful``: the ids of up to 100 samples that harm targets most. ``n_harmful``: the
-          number of samples that harm more than they help.
+        - ``most_harmful``: the ids of up to 100 samples that harm targets most.
+        - ``n_harmful``: the number of samples that harm more than they help.
     """
     with open_artifact(path, SCORES) as file:
         targets, train = file.table("targets"), file.table("train")
         influences = file.table("top_influences")
+        is_own = (
+            about_output(file.spec["model_output"]).is_own and "model_output" in file.file.attrs
+        )
         shown = targets.head(n_shown)
         is_kept = influences["target_id"].isin(shown["id"]) & (influences["rank"] <= each)
-        small = np.abs(train["loss_weight"].to_numpy()) < NEAR_ZERO
         is_beside = train["id"].isin(influences.loc[is_kept, "train_id"])
         most_harmful, n_harmful = [], 0
         moved = train.loc[:, [name for name in ("harm", "help") if name in train]]
         if "harm" in train:
             harmful = train.sort_values("harm", ascending=False, kind="stable").head(_N_HARMFUL)
-            most_harmful = [row.id for row in rows_with(harmful) if row.harm > 0]
-            n_harmful = int(np.sum(train["harm"].to_numpy() > train["help"].to_numpy()))
+            most_harmful = harmful.loc[harmful["harm"] > 0, "id"].tolist()
+            n_harmful = int(np.count_nonzero(train["harm"] > train["help"]))
         experiment = _file(
             file,
             results,
@@ -178,12 +177,12 @@ def read_experiment(
                 "moved": moved,
             },
             unit=file.attribute("unit"),
-            output_words=file.attribute("model_output") if _is_own(file) else None,
+            output_words=file.attribute("model_output") if is_own else None,
             one_loss_weight=bool((train["loss_weight"] == 1).all()),
             defaults=file.attribute("defaults"),
             n_train=len(train),
             n_trained_on=n_trained_on(targets, train),
-            saturated=float(np.mean(small)),
+            saturated=float(np.mean(train["loss_weight"].abs() < NEAR_ZERO)),
             influential=influences["train_id"].unique().tolist(),
             most_harmful=most_harmful,
             n_harmful=n_harmful,
@@ -209,10 +208,6 @@ def n_trained_on(targets: pd.DataFrame, train: pd.DataFrame) -> int:
     # Equal samples may have different outputs, because rounding depends on the batch.
     is_near = np.isclose(asked["output"], same["output"], rtol=1e-3, atol=1e-3)
     return int(np.sum(is_near & (asked["label"].to_numpy() == same["label"].to_numpy())))
-
-
-def _is_own(file: Artifact) -> bool:
-    return about_output(file.spec["model_output"]).is_own and "model_output" in file.file.attrs
 
 
 def output_of(experiment: File) -> About:
@@ -245,9 +240,8 @@ def with_class_names(file: File, names: Sequence[str]) -> File:
 
 def _with_names(table: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
     columns = [name for name in ("label", "prediction", "train_label") if name in table]
-    values = {name: table[name].tolist() for name in columns}
     return table.assign(**{
-        name: [named(names, value) for value in column] for name, column in values.items()
+        name: [named(names, value) for value in table[name].tolist()] for name in columns
     })
 
 
@@ -266,56 +260,37 @@ def named(names: Sequence[str], number: Any) -> Any:
     return names[number] if 0 <= number < len(names) else number
 
 
-def strongest(experiment: File, target: Any, sign: int) -> list[Any]:
-    """Return the rows of a target's strongest influences with the given sign, 1 or -1."""
-    return rows_with(experiment.tables["top_influences"], target_id=target, sign=sign)
-
-
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """A training sample that is prominent in more than one experiment.
-
-    For each experiment in which help is defined, ``moved`` contains the sample's ``harm``,
-    ``help``, ``score`` (help minus harm) and ``stands_out``: whether the sample is among the
-    strongest samples of a shown target, or among the 100 most harmful samples.
-    """
-
-    id: Any
-    label: Any
-    moved: Sequence[Mapping[str, Any]]
-
-
-def side_by_side(experiments: Sequence[File]) -> list[Shared]:
+def side_by_side(experiments: Sequence[File]) -> list[dict[str, Any]]:
     """Return training samples that are prominent in several experiments, the strongest first.
 
     The strength of a sample is the sum over experiments of |score| / (the experiment's largest
-    |score|).
+    |score|). A sample has ``id``, ``label`` and ``moved``. For each experiment in which help is
+    defined, ``moved`` contains ``harm``, ``help``, ``score`` (help minus harm) and ``stands_out``:
+    whether the sample is among the strongest samples of a shown target, or among the 100 most
+    harmful samples.
     """
     experiments = [file for file in experiments if "harm" in file.tables["moved"]]
     if len(experiments) < 2:
         return []
+    names = [file.spec["experiment"] for file in experiments]
+    known = [file.tables["train"] for file in experiments]
     moved = [file.tables["moved"] for file in experiments]
-    scores = [(table["help"] - table["harm"]).to_numpy(dtype=np.float64) for table in moved]
-    sizes = np.abs(np.stack(scores))
-    strength = (sizes / np.maximum(sizes.max(axis=1, keepdims=True), np.finfo(float).tiny)).sum(0)
-    rows = [set(file.tables["train"].index) for file in experiments]
-    counts = Counter(row for part in rows for row in part)
-    shared = sorted(
-        (row for row, count in counts.items() if count > 1), key=lambda row: (-strength[row], row)
-    )
+    moved = [table.assign(score=(table["help"] - table["harm"]).astype(float)) for table in moved]
+    sizes = [table["score"].abs() for table in moved]
+    largest = [max(size.max(), np.finfo(float).tiny) for size in sizes]
+    strength = np.sum([size / most for size, most in zip(sizes, largest, strict=True)], axis=0)
+    counts = Counter(row for table in known for row in table.index)
+    shared = [row for row, count in counts.items() if count > 1]
     samples = []
-    for row in shared[:_N_SHARED]:
-        where = next(file for file, part in zip(experiments, rows, strict=True) if row in part)
+    for row in sorted(shared, key=lambda row: (-strength[row], row))[:_N_SHARED]:
         # Cells are read one by one, because pandas would convert an integer id in a row to float.
-        sample_id, label = (where.tables["train"].at[row, key] for key in ("id", "label"))
-        moved_here = [
-            {
-                **{"experiment": file.spec["experiment"], **table.loc[row]},
-                **{"score": score[row], "stands_out": row in known},
-            }
-            for file, table, score, known in zip(experiments, moved, scores, rows, strict=True)
+        where = next(table for table in known if row in table.index)
+        sample = {"id": where.at[row, "id"], "label": where.at[row, "label"]}
+        sample["moved"] = [
+            {"experiment": name, **table.loc[row], "stands_out": row in train.index}
+            for name, table, train in zip(names, moved, known, strict=True)
         ]
-        samples.append(Shared(sample_id, label, moved_here))
+        samples.append(sample)
     return samples
 
 
@@ -325,10 +300,11 @@ def read_matrix(path: Path, results: Path) -> File:
     Eigenvalues that are negative due to rounding are replaced by 0.
     """
     with open_artifact(path, NORMAL_MATRIX) as file:
-        ends = {end: file.scalar(f"{end}_eigenvalue") for end in ("smallest", "largest")}
-        ends["smallest"] = max(0.0, ends["smallest"])
-        unit = file.scalar("mean_squared_norm")
-        return _file(file, results, {}, **ends, mean_squared_norm=unit)
+        numbers = {
+            end: max(0.0, file.scalar(f"{end}_eigenvalue")) for end in ("smallest", "largest")
+        }
+        numbers["mean_squared_norm"] = file.scalar("mean_squared_norm")
+        return _file(file, results, {}, **numbers)
 
 
 def condition_number(matrix: File, damping: float) -> float:
@@ -373,45 +349,3 @@ def read_self_influence(path: Path, results: Path) -> File:
         train = file.table("train")
         by_size = train.sort_values("self_influence", key=np.abs, ascending=False, kind="stable")
         return _file(file, results, {"largest": by_size.head(_N_LARGEST)})
-
-
-def read_timings(folder: Path, logs: Path, known: set[str]) -> pd.DataFrame:
-    """Return ``n_jobs``, ``seconds``, ``longest`` and ``peak_mib`` for the jobs of each rule.
-
-    Snakemake's ``benchmark:`` writes a folder for each rule, or a file for a rule with one job. The
-    peak memory is read from the job's log. If the log does not contain the peak, it is read
-    from Snakemake's file, where it is NaN for short jobs. Files of an earlier config, whose names
-    are not in ``known``, are ignored.
-    """
-    jobs = []
-    for path in sorted(folder.rglob("*.tsv")):
-        rule, *names = path.relative_to(folder).with_name(path.stem).parts
-        if all(name in known or _NUMBERED.fullmatch(name) for name in names):
-            log = (logs / path.relative_to(folder)).with_suffix(".log")
-            jobs.append(_job_times(path, log).assign(rule=rule))
-    none = pd.DataFrame({"rule": [], "seconds": [], "peak_mib": []})
-    by_rule = pd.concat([job for job in jobs if len(job)] or [none])
-    return by_rule.groupby("rule").agg(
-        n_jobs=("seconds", "size"),
-        seconds=("seconds", "sum"),
-        longest=("seconds", "max"),
-        peak_mib=("peak_mib", "max"),
-    )
-
-
-def _job_times(path: Path, log: Path) -> pd.DataFrame:
-    """Return the time in seconds and the peak resident memory in MiB of the jobs in a file."""
-    # If a job ends before Snakemake's first measurement, Snakemake writes "NA" or a dash.
-    runs = pd.read_csv(path, sep="\t", na_values="-")
-    # Without CPU time, Snakemake measured only the shell, before the job's process started.
-    is_job = (runs["cpu_time"] > 0) & (runs["max_rss"] > 0)
-    peak = _logged_peak(log) or runs["max_rss"].where(is_job).astype(float)
-    return pd.DataFrame({"seconds": runs["s"].astype(float), "peak_mib": peak})
-
-
-def _logged_peak(log: Path) -> float | None:
-    if not log.is_file():
-        return None
-    *_, last = ["", *log.read_text(encoding="utf-8", errors="replace").splitlines()]
-    peak = re.fullmatch(rf"{PEAK}(\d+) MiB", last)
-    return float(peak[1]) or None if peak else None

@@ -6,7 +6,7 @@ undefined name in a template raises an error.
 
 import base64
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from math import sqrt
@@ -26,20 +26,15 @@ from trak_core.report.read_results import (
     NEAR_ZERO,
     File,
     Results,
-    Shared,
     condition_number,
     output_of,
     rows_with,
-    strongest,
 )
 from trak_core.settings import EXACT, Combine
 
 # The limits at which warnings are shown. Features are float32, with a relative error of 6e-8. If a
 # condition number exceeds 1e6, the second digit of a score can therefore be wrong.
-LIMITS = {
-    **{"checkpoints": 5, "loss_weight": NEAR_ZERO, "condition": 1e6},
-    "targets": ENOUGH_TARGETS,
-}
+LIMITS = {"checkpoints": 5, "loss_weight": NEAR_ZERO, "condition": 1e6, "targets": ENOUGH_TARGETS}
 # With fewer targets, the standard deviation of outputs over targets is not estimated.
 _ENOUGH_TARGETS = 8
 # The largest number n of training samples for which a warning suggests exact scores. Exact scores
@@ -58,118 +53,114 @@ class StudyWarning:
 def study_warnings(results: Results) -> list[StudyWarning]:
     """Return the warnings about a study, with the most important ones first."""
     scores = results.experiments
-    measured = [*_lds(results), *_suspects(results)]
-    first = [*_predictions(scores[0]), *measured, *_checkpoints(scores[0])]
-    first += [warning for experiment in scores for warning in _trained_on(experiment)]
-    numbers = [*_loss_weights(scores[0]), *_matrices(results)]
-    return [*first, *numbers, *_disagreement(scores)]
+    return [
+        *_predictions(scores[0]),
+        *_lds(results),
+        *_suspects(results),
+        *_checkpoints(scores[0]),
+        *(warning for experiment in scores for warning in _trained_on(experiment)),
+        *_loss_weights(scores[0]),
+        *_matrices(results),
+        *_disagreement(scores),
+    ]
 
 
 def score_warnings(experiment: File) -> list[StudyWarning]:
     """Return the warnings about the scores of one experiment."""
     kinds = (_predictions, _checkpoints, _trained_on, _loss_weights)
-    return [
-        *(warning for kind in kinds for warning in kind(experiment)),
-        *_disagreement([experiment]),
-    ]
+    warnings = [warning for kind in kinds for warning in kind(experiment)]
+    return [*warnings, *_disagreement([experiment])]
 
 
-def _predictions(scores: File) -> list[StudyWarning]:
-    """Return a warning if the models predict their training samples badly."""
+def _predictions(scores: File) -> Iterator[StudyWarning]:
+    """Yield a warning if the models predict their training samples badly."""
     fit = scores.attributes.get("fit")
-    return [StudyWarning("no_fit", {"fit": fit})] if fit and fit.is_doubtful else []
+    if fit and fit.is_doubtful:
+        yield StudyWarning("no_fit", {"fit": fit})
 
 
-def _lds(results: Results) -> list[StudyWarning]:
-    warnings = []
+def _lds(results: Results) -> Iterator[StudyWarning]:
     for name, evaluation in results.evaluations.items():
         scores = evaluation.row("summary", kind="scores")
         shown = {"experiment": name, "scores": scores}
         if scores.low <= 0:
-            warnings.append(StudyWarning("predicts_nothing", shown))
+            yield StudyWarning("predicts_nothing", shown)
         baselines = rows_with(evaluation.tables["summary"], kind="baseline")
         better = [row for row in baselines if row.lds > scores.lds]
         # ends_of_runs uses some of the same checkpoints, so it can be better by chance.
         better = [row for row in better if row.method != "ends_of_runs" or row.behind_high < 0]
         if better:
-            warnings.append(StudyWarning("simpler_rule", shown | {"better": better}))
-    return warnings
+            yield StudyWarning("simpler_rule", shown | {"better": better})
 
 
-def _suspects(results: Results) -> list[StudyWarning]:
-    """Return a warning if a list of suspects has too few targets."""
+def _suspects(results: Results) -> Iterator[StudyWarning]:
+    """Yield a warning if a list of suspects has too few targets."""
     named = lists_of(results.config).get("suspects", {}).get("experiment")
-    files = (file for file in results.experiments if file.spec["experiment"] == named)
-    tables = [file.tables["targets"] for file in files]
-    few = [len(targets) for targets in tables if few_targets(targets)]
-    about = output_of(results.experiments[0])
-    return [StudyWarning("few_targets", {"worst_fitted": about.worst_fitted, "n": n}) for n in few]
+    worst_fitted = output_of(results.experiments[0]).worst_fitted
+    for file in results.experiments:
+        targets = file.tables["targets"]
+        if file.spec["experiment"] == named and few_targets(targets):
+            yield StudyWarning("few_targets", {"worst_fitted": worst_fitted, "n": len(targets)})
 
 
-def _checkpoints(scores: File) -> list[StudyWarning]:
+def _checkpoints(scores: File) -> Iterator[StudyWarning]:
     n, n_train = len(scores.spec["checkpoints"]), scores.attributes["n_train"]
-    is_of_texts = output_of(scores).place.startswith("language_modelling.")
-    is_exact = scores.spec["projection"]["kind"] == EXACT
-    may_be_exact = n == 1 and is_of_texts and n_train <= _MOST_EXACT and not is_exact
-    shown = {"n": n, "n_train": n_train, "may_be_exact": may_be_exact}
-    few = [StudyWarning("few_checkpoints", shown)] if n < LIMITS["checkpoints"] else []
-    return [*few, *_equal_checkpoints(scores)]
-
-
-def _equal_checkpoints(scores: File) -> list[StudyWarning]:
-    """Return a warning if checkpoint files are equal, or if the outputs of all runs are equal."""
+    if n < LIMITS["checkpoints"]:
+        is_of_texts = output_of(scores).place.startswith("language_modelling.")
+        is_exact = scores.spec["projection"]["kind"] == EXACT
+        may_be_exact = n == 1 and is_of_texts and n_train <= _MOST_EXACT and not is_exact
+        shown = {"n": n, "n_train": n_train, "may_be_exact": may_be_exact}
+        yield StudyWarning("few_checkpoints", shown)
+    # Checkpoint files are equal, or the outputs of all runs are equal.
     ids: dict[str, list[str]] = {}
     for checkpoint in scores.spec["checkpoints"]:
-        if isinstance(checkpoint, str):  # Answers of ``trak ask`` contain only ids.
-            continue
-        ids.setdefault(checkpoint["sha256"], []).append(checkpoint["id"])
+        if not isinstance(checkpoint, str):  # Answers of ``trak ask`` contain only ids.
+            ids.setdefault(checkpoint["sha256"], []).append(checkpoint["id"])
     equal = [f"{', '.join(same[:-1])} and {same[-1]}" for same in ids.values() if len(same) > 1]
     deviations = scores.tables["targets"]["output_sd"].to_numpy()
     if not equal and len(scores.spec["runs"]) > 1 and not deviations.any():
         equal = ["The last checkpoints of all runs"]
-    return [StudyWarning("equal_checkpoints", {"equal": "; ".join(equal)})] if equal else []
+    if equal:
+        yield StudyWarning("equal_checkpoints", {"equal": "; ".join(equal)})
 
 
-def _trained_on(scores: File) -> list[StudyWarning]:
-    """Return a warning if most targets are training samples."""
+def _trained_on(scores: File) -> Iterator[StudyWarning]:
+    """Yield a warning if most targets are training samples."""
     n, n_targets = scores.attributes.get("n_trained_on", 0), len(scores.tables["targets"])
-    shown = {"n": n, "n_targets": n_targets, "experiment": scores.spec["experiment"]}
-    return [StudyWarning("trained_on", shown)] if n > n_targets / 2 else []
+    if n > n_targets / 2:
+        shown = {"n": n, "n_targets": n_targets, "experiment": scores.spec["experiment"]}
+        yield StudyWarning("trained_on", shown)
 
 
-def _loss_weights(scores: File) -> list[StudyWarning]:
+def _loss_weights(scores: File) -> Iterator[StudyWarning]:
     # Answers of ``trak ask`` do not have this attribute.
     saturated = scores.attributes.get("saturated", 0)
     # Loss weights that are residuals have the unit of the label, so a fixed limit is meaningless.
-    if saturated <= 0.5 or not output_of(scores).weight_is_probability:
-        return []
-    along = scores.spec["combine"] == Combine.UNIT_AVERAGE
-    shown = {"part": saturated, "power": scores.spec["loss_weight_power"], "along": along}
-    return [StudyWarning("saturated", shown)]
+    if saturated > 0.5 and output_of(scores).weight_is_probability:
+        along = scores.spec["combine"] == Combine.UNIT_AVERAGE
+        shown = {"part": saturated, "power": scores.spec["loss_weight_power"], "along": along}
+        yield StudyWarning("saturated", shown)
 
 
-def _matrices(results: Results) -> list[StudyWarning]:
+def _matrices(results: Results) -> Iterator[StudyWarning]:
     damping = results.config["scoring"]["damping"]
     conditions = [(condition_number(m, damping), m) for m in results.matrices]
     bad = [pair for pair in conditions if pair[0] > LIMITS["condition"]]
-    if not bad:
-        return []
-    condition, matrix = max(bad, key=lambda pair: pair[0])
-    checkpoint = matrix.spec["checkpoint"]["id"]
-    shown = {"n": len(bad), "condition": condition, "checkpoint": checkpoint}
-    return [StudyWarning("near_singular", shown)]
+    if bad:
+        condition, matrix = max(bad, key=lambda pair: pair[0])
+        checkpoint = matrix.spec["checkpoint"]["id"]
+        shown = {"n": len(bad), "condition": condition, "checkpoint": checkpoint}
+        yield StudyWarning("near_singular", shown)
 
 
-def _disagreement(scores: Sequence[File]) -> list[StudyWarning]:
-    """Return a warning if outputs differ more between the ends of runs than between targets."""
+def _disagreement(scores: Sequence[File]) -> Iterator[StudyWarning]:
+    """Yield a warning if outputs differ more between the ends of runs than between targets."""
     targets = [row for file in scores for row in rows_with(file.tables["targets"])]
-    if len(scores[0].spec["runs"]) < 2 or len(targets) < _ENOUGH_TARGETS:
-        return []
-    within = sqrt(fmean(target.output_sd**2 for target in targets))
-    between = pstdev(target.output for target in targets)
-    if within <= between:
-        return []
-    return [StudyWarning("disagreement", {"within": within, "between": between})]
+    if len(scores[0].spec["runs"]) > 1 and len(targets) >= _ENOUGH_TARGETS:
+        within = sqrt(fmean(target.output_sd**2 for target in targets))
+        between = pstdev(target.output for target in targets)
+        if within > between:
+            yield StudyWarning("disagreement", {"within": within, "between": between})
 
 
 _FOLDER = Path(__file__).parent
@@ -191,13 +182,14 @@ def ranked(evaluation: File) -> list[Any]:
 
 def per_target(evaluation: File) -> list[tuple[Any, float, float | None]]:
     """Return the id, the correlation, and the ceiling (None if unknown) of each target."""
-    table = evaluation.tables["targets"]
-    by_method = {
-        method: dict(zip(rows["target_id"], rows["correlation"], strict=True))
-        for method, rows in table.groupby("method")
-    }
-    ceilings = by_method.get("noise_ceiling", {})
-    return [(i, value, ceilings.get(i)) for i, value in by_method["scores"].items()]
+    scores, ceilings = (
+        {
+            row.target_id: row.correlation
+            for row in rows_with(evaluation.tables["targets"], method=m)
+        }
+        for m in ("scores", "noise_ceiling")
+    )
+    return [(i, value, ceilings.get(i)) for i, value in scores.items()]
 
 
 def worked_example(experiment: File) -> Mapping[str, Any] | None:
@@ -207,7 +199,7 @@ def worked_example(experiment: File) -> Mapping[str, Any] | None:
     and its lowest score, and ``ratio`` is the ratio of the absolute values of these two scores.
     """
     for target in rows_with(experiment.tables["shown"]):
-        helpful, harmful = (strongest(experiment, target.id, sign)[:1] for sign in (1, -1))
+        helpful, harmful = (experiment.strongest(target.id, sign)[:1] for sign in (1, -1))
         if helpful and harmful:
             ratio = abs(helpful[0].score / harmful[0].score)
             return {"target": target, "helpful": helpful[0], "harmful": harmful[0], "ratio": ratio}
@@ -288,7 +280,7 @@ def rendered(template: str, **shown: Any) -> str:
 def report(
     results: Results,
     examples: Sequence[Examples],
-    shared: Sequence[Shared],
+    shared: Sequence[Mapping[str, Any]],
     study: str,
     first: tuple[int | str, str],
 ) -> str:
@@ -310,11 +302,6 @@ def report(
         study=study,
         first=first,
     )
-
-
-def listed_samples(**shown: Any) -> str:
-    """Return the first rows of a list as one HTML document."""
-    return rendered("list", **shown)
 
 
 def answer(shown: Answer, study: str, each: int = EACH_ON_PAGE) -> str:

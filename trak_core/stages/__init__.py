@@ -3,8 +3,7 @@
 ``stage_module`` in ``runtime/job.py`` returns the module of each function.
 
 A stage reads files, checks that they belong together, computes a result, and writes it atomically
-to the path in its first argument. Its rule defines its keyword arguments. These arguments have the
-same meaning in all stages:
+to the path in its first argument. These arguments have the same meaning in all stages:
 
     study_file    The study's Python file.
     checkpoint    The file or folder with the weights.

@@ -1,36 +1,83 @@
 """Read and write similarities, embeddings and blocks of rows for several stages."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from trak_core.artifacts import EMBEDDINGS, Artifact, check_made_for, check_same, open_artifact
+from trak_core.artifacts import (
+    EMBEDDINGS,
+    Artifact,
+    ArtifactKind,
+    check_made_for,
+    check_same,
+    check_together,
+    checkpoint_scores_kind,
+    open_artifact,
+)
 from trak_core.artifacts.write import MatrixWriter
 from trak_core.attribution.fitted_checkpoint import ReadRows, read_rows, similarity_rows
 from trak_core.runtime.progress import blocks_with_progress
-from trak_core.settings import FeaturesSpec
+from trak_core.settings import FeaturesSpec, ScoresSpec
 
 PER_SAMPLE = ("labels", "outputs", "predictions")
 
 
-def stored_similarities(
-    part: Artifact, features: Artifact | None, *, normalize: bool, in_memory: bool = False
-) -> ReadRows:
-    """Return a function that reads rows of one checkpoint's similarities A_c, shape (n, m).
+@contextmanager
+def open_made_for(
+    path: Path, kind: ArtifactKind, spec: FeaturesSpec | ScoresSpec
+) -> Generator[Artifact, None, None]:
+    """Open a file. Raise an error if it was made with settings other than ``spec``."""
+    with open_artifact(path, kind) as file:
+        check_made_for(file, spec)
+        yield file
 
-    If ``features`` is None, ``part`` contains A_c. Otherwise, rows are computed from ``features``
-    and the solved targets in ``part``. The solved targets are read again for each block of rows,
+
+def open_checkpoint_scores(
+    stack: ExitStack, paths: Sequence[Path], spec: ScoresSpec, rule: str | None = None
+) -> list[Artifact]:
+    """Return the files of scores of ``spec``'s checkpoints, after checking that they agree.
+
+    ``rule`` is the rule that made the files if it is not the usual one. ``stack`` closes the files.
+    """
+    kind = checkpoint_scores_kind(spec.features.projection)
+    kind = kind if rule is None else replace(kind, rule=rule)
+    parts = [stack.enter_context(open_artifact(path, kind)) for path in paths]
+    check_together(parts, spec)
+    return parts
+
+
+def stored_similarities(
+    parts: Sequence[Artifact],
+    features: Sequence[Artifact],
+    *,
+    normalize: bool,
+    in_memory: bool = False,
+) -> list[ReadRows]:
+    """Return a function for each checkpoint that reads rows of its similarities A_c, shape (n, m).
+
+    If ``features`` is empty, ``parts`` contain A_c. Otherwise, rows are computed from ``features``
+    and the solved targets in ``parts``. The solved targets are read again for each block of rows,
     unless ``in_memory`` is true.
     """
-    if features is None:
-        return read_rows(part.matrix("similarities"))
-    scored_hash = part.spec.get("train_features")
-    check_same("training features", scored_hash, features.content_hash, features)
-    solved = part.matrix("solved_targets")
-    phi = read_rows(features.matrix("features"), normalize=normalize)
-    return similarity_rows(phi, solved[:] if in_memory else solved)
+    if not features:
+        return [read_rows(part.matrix("similarities")) for part in parts]
+    readers = []
+    for part, file in zip(parts, features, strict=True):
+        check_same("training features", part.spec.get("train_features"), file.content_hash, file)
+        solved = part.matrix("solved_targets")
+        phi = read_rows(file.matrix("features"), normalize=normalize)
+        readers.append(similarity_rows(phi, solved[:] if in_memory else solved))
+    return readers
+
+
+def positions(ids: Sequence[Any], of: Sequence[Any]) -> list[int]:
+    """Return the position in ``ids`` of each id in ``of``. A ``KeyError`` names a missing id."""
+    position = {sample_id: i for i, sample_id in enumerate(ids)}
+    return [position[sample_id] for sample_id in of]
 
 
 def read_embeddings(
@@ -46,8 +93,7 @@ def read_embeddings(
     embeddings are an array of shape (m, width). ``paths`` contains a file for each checkpoint.
     """
     for path, checkpoint in zip(paths, checkpoints, strict=True):
-        with open_artifact(path, EMBEDDINGS) as file:
-            check_made_for(file, spec.under(checkpoint))
+        with open_made_for(path, EMBEDDINGS, spec.under(checkpoint)) as file:
             check_same("training samples", list(train_ids), file.index("train"), file)
             row_of = {target: i for i, target in enumerate(file.index("targets"))}
             check_same("targets", list(target_ids), [i for i in target_ids if i in row_of], file)

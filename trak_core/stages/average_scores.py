@@ -1,9 +1,8 @@
 """Average an experiment's scores over all checkpoints, in one job or in shards of rows."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ from trak_core.artifacts import (
     SCORES_SHARD,
     Artifact,
     check_same,
-    check_together,
-    checkpoint_scores_kind,
     create,
     open_artifact,
     software,
@@ -39,7 +36,7 @@ from trak_core.config.memory_needs import average_need, holds_solved, shard_rows
 from trak_core.model_outputs.about_outputs import about_output
 from trak_core.runtime.progress import blocks_with_progress
 from trak_core.settings import MEAN_OF, POOL, TRAIN, ScoresSpec
-from trak_core.stages._shared import copy_rows, stored_similarities
+from trak_core.stages._shared import copy_rows, open_checkpoint_scores, stored_similarities
 
 _CHUNKS = (1024, 64)
 _SIGN = (
@@ -112,22 +109,19 @@ def average_scores(
     bitwise equal to scores computed in one job.
 
     ``features`` contains a file for each checkpoint if only solved targets were kept (``top_k``).
-    ``top`` is the number of largest scores of either sign to keep for each target. ``question`` is
-    the file of the experiment's targets. ``pool`` is the file of the scored samples if they are not
-    the training samples. Columns from these files and from the study are added to the tables.
-
-    These arguments are stored in the file: ``columns`` (the meaning of labels and predictions),
-    ``defaults`` (the settings that the config leaves out), ``output_words`` (the description of a
-    user-defined model output) and ``mean_of`` (the experiments whose mean is the target).
+    ``top`` is the number of largest scores of either sign to keep for each target. ``pool`` is the
+    file of the scored samples if they are not the training samples. Columns from this file, from
+    ``question`` and from the study are added to the tables. The file also stores ``columns`` (the
+    meaning of labels and predictions), ``defaults`` (the settings that the config leaves out),
+    ``output_words`` (the description of a user-defined model output) and ``mean_of`` (the
+    experiments whose mean is the target).
     """
     assert spec.loss_weight_power is not None
     with ExitStack() as stack:
-        kind = checkpoint_scores_kind(spec.features.projection)
-        kind = kind if mean_of is None else replace(kind, rule="average_targets")
-        parts = [stack.enter_context(open_artifact(path, kind)) for path in checkpoint_scores]
+        rule = None if mean_of is None else "average_targets"
+        parts = open_checkpoint_scores(stack, checkpoint_scores, spec, rule)
         phis = [stack.enter_context(open_artifact(path, FEATURES)) for path in features]
         pieces = [stack.enter_context(open_artifact(path, SCORES_SHARD)) for path in shards]
-        check_together(parts, spec)
         n_train, target_ids = len(parts[0].vector("train_ids")), parts[0].vector("target_ids")
         n_targets = len(target_ids)
         solved_dim = spec.features.projection["proj_dim"] if phis else None
@@ -152,31 +146,29 @@ def average_scores(
         ends = [parts[spec.checkpoints.index(checkpoint)] for checkpoint in spec.ends]
         targets = sample_table(ends, "target", block)
         about = about_output({**(output_words or {}), "function": spec.features.model_output})
-        has_classes = about.labels_are_classes and mean_of is None
-        labels = targets["label"] if has_classes else None
+        labels = targets["label"] if about.labels_are_classes and mean_of is None else None
         add_improving_signs(targets, about, is_mean=mean_of is not None)
         improves = targets.get("improves")
 
-        def blocks() -> Iterator[tuple[int, np.ndarray]]:
-            """Yield the first row and the scores of each block, combined over all checkpoints."""
-            rows = [
-                stored_similarities(part, phi, normalize=spec.normalize, in_memory=in_memory)
-                for part, phi in zip(parts, phis or [None] * len(parts), strict=True)
-            ]
+        def blocks(values: MatrixWriter | None) -> Iterator[tuple[int, np.ndarray]]:
+            """Yield the first row and the scores of each block, after writing it to ``values``."""
+            rows = stored_similarities(parts, phis, normalize=spec.normalize, in_memory=in_memory)
             read_scores = score_rows(parts, rows, spec)
             for i, j in blocks_with_progress(stop - start, block, "training samples"):
-                yield start + i, read_scores(start + i, start + j).astype(np.float32)
+                combined = read_scores(start + i, start + j).astype(np.float32)
+                if values is not None:
+                    values[i:j] = combined
+                yield start + i, combined
 
         if n_shards > 1:
             about_shard = {"rows": [start, stop], "number": shard, "of": n_shards, "top": top}
             file_spec["shard"] = about_shard | {"made_of": made_of}
             with create(scores, SCORES_SHARD, file_spec, provenance) as writer:
-                kept = blocks()
+                values = None
                 if not phis and stop > start:
                     train_ids = parts[0].vector("train_ids", start, stop)
                     values = writer.matrix("scores", train_ids, target_ids, chunks=_CHUNKS)
-                    kept = _written(values, start, kept)
-                KeptScores.of(kept, improves, labels, top).write(writer, target_ids)
+                KeptScores.of(blocks(values), improves, labels, top).write(writer, target_ids)
             return
         train = sample_table(ends, "train", block)
         (train["loss_weight"],) = summarized(ends, "loss_weights", n_train, block, mean)
@@ -211,12 +203,10 @@ def average_scores(
                     copy_rows(pieces, "scores", values, block)
                 kept_scores = KeptScores.of_shards(pieces, top)
             else:
-                kept = blocks() if values is None else _written(values, 0, blocks())
-                kept_scores = KeptScores.of(kept, improves, labels, top)
+                kept_scores = KeptScores.of(blocks(values), improves, labels, top)
             train |= kept_scores.by_sample
-            if mean_of is not None:
-                more = pd.DataFrame({MEAN_OF: [mean_of]})
-            else:
+            more = pd.DataFrame({MEAN_OF: [mean_of]})
+            if mean_of is None:
                 more = _study_columns(study_file, question, str(spec.experiment), targets["id"])
             writer.table("targets", _join_study_columns(targets, more), ["id"])
             more = _study_columns(study_file, pool, POOL if pool else TRAIN, train["id"])
@@ -224,12 +214,3 @@ def average_scores(
             # `sign` is not searchable, because it names a function in the queries of pandas.
             searchable = ["target_id", "rank", "train_id", "score"]
             writer.table("top_influences", influence_table(kept_scores, train, targets), searchable)
-
-
-def _written(
-    values: MatrixWriter, first: int, blocks: Iterable[tuple[int, np.ndarray]]
-) -> Iterator[tuple[int, np.ndarray]]:
-    """Write blocks of scores to ``values``, which begins with the row ``first``, and yield them."""
-    for start, block in blocks:
-        values[start - first : start - first + len(block)] = block
-        yield start, block

@@ -17,7 +17,6 @@ from trak_core.artifacts import (
     REMOVALS,
     RETRAINED,
     SCORES,
-    Artifact,
     check_retrained,
     check_same,
     create,
@@ -28,7 +27,7 @@ from trak_core.evaluation.intervals import CONFIDENCE, accuracy_interval, mean_i
 from trak_core.model_outputs.about_outputs import About, about_output
 from trak_core.runtime.files import file_digest
 from trak_core.settings import RetrainedSpec
-from trak_core.stages._shared import embeddings_hashes, naming_in_file
+from trak_core.stages._shared import embeddings_hashes, naming_in_file, positions
 
 # The name of the subset with all training samples, and the text between the two subsets in the name
 # of a difference.
@@ -72,12 +71,14 @@ def compare_removals(
     for (by, job), path in zip(jobs, retrained, strict=True):
         job_spec = spec if is_list else replace(spec, subsets=f"without {by}")
         stored_naming = naming_in_file(job) | {"named_by": hashes.get(by, [])}
-        file, *values = _read(path, job.get("target_ids", target_ids), job_spec, stored_naming)
+        with open_artifact(path, replace(RETRAINED, rule="retrain_removals")) as file:
+            check_retrained(file, job_spec, **stored_naming)
+            columns = positions(file.columns("outputs"), job.get("target_ids", target_ids))
+            keys = ("outputs", "predictions")
+            stored[by].append([file.matrix(key)[:][:, columns] for key in keys])
         files.append(file)
-        stored[by].append(values)
+        check_same("numbers of samples", files[0].spec["sizes"], file.spec["sizes"], file)
     sizes = files[0].spec["sizes"]
-    for file in files:
-        check_same("numbers of samples", sizes, file.spec["sizes"], file)
     outputs, predictions = {}, {}
     for by, values in stored.items():
         of_outputs, of_predictions = zip(*values, strict=True)
@@ -95,27 +96,11 @@ def compare_removals(
     file_spec = spec.as_dict() | {"experiment": experiment, "list": kind, "scores": scores_hash}
     file_spec["retrained"] = [file.content_hash for file in files]
     counts = {"n_trainings": whole[0].shape[2], "n_targets": len(target_ids)}
-    provenance = software(code, "cpu", "numpy", "pandas")
-    with create(
-        removals, REMOVALS, file_spec, provenance, confidence=CONFIDENCE, **counts
-    ) as writer:
+    made_by = software(code, "cpu", "numpy", "pandas")
+    with create(removals, REMOVALS, file_spec, made_by, confidence=CONFIDENCE, **counts) as writer:
         writer.table("summary", summary, ["measure", "subset", "n"])
         writer.table("targets", table, ["measure", "subset", "n", "target_id"])
     print(summary.to_string(index=False))
-
-
-def _read(
-    path: Path, target_ids: Sequence[Any], spec: RetrainedSpec, naming: Mapping[str, Any]
-) -> tuple[Artifact, np.ndarray, np.ndarray]:
-    """Return a file of retrained models, and its outputs and predictions of shape (models, m)."""
-    with open_artifact(path, replace(RETRAINED, rule="retrain_removals")) as file:
-        check_retrained(file, spec, **naming)
-        position = {target: i for i, target in enumerate(file.columns("outputs"))}
-        columns = [position[target] for target in target_ids]
-        outputs, predictions = (
-            file.matrix(key)[:][:, columns] for key in ("outputs", "predictions")
-        )
-        return file, outputs, predictions
 
 
 def _by_subset(

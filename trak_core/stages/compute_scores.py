@@ -37,7 +37,7 @@ from trak_core.config.memory_needs import exact_need, scores_need
 from trak_core.dependency_digests import content_digest
 from trak_core.runtime.progress import blocks_with_progress
 from trak_core.settings import NormalSpec, ScoresSpec
-from trak_core.stages._shared import PER_SAMPLE
+from trak_core.stages._shared import PER_SAMPLE, open_made_for
 
 
 def compute_normal_matrix(
@@ -81,8 +81,7 @@ def compute_scores(
         shared = check_splits(train_file, target_file, spec)
         scored = train_file
         if pool is not None:
-            scored = stack.enter_context(open_artifact(pool, FEATURES))
-            check_made_for(scored, spec.of_pool())
+            scored = stack.enter_context(open_made_for(pool, FEATURES, spec.of_pool()))
             in_pool = {key: scored.spec.get(key) for key in shared}
             check_same("specification of both splits", shared, in_pool, scored)
         n_samples, proj_dim = scored.matrix("features").shape
@@ -90,12 +89,8 @@ def compute_scores(
         block = scores_need(proj_dim, len(target_ids)).rows(memory_mb)
         damped = DampedNormalMatrix.read(matrix_file, train_file, spec)
         solved = damped.solve(target_file.matrix("features")[:])
-        file_spec = {
-            **spec.as_dict(),
-            **shared,
-            "lambda": damped.damped.ridge,
-            "train_features": scored.content_hash,
-        }
+        file_spec = spec.as_dict() | shared | {"lambda": damped.damped.ridge}
+        file_spec |= {"train_features": scored.content_hash}
         made_from = [train_file.provenance, target_file.provenance]
         provenance = software(code, "cpu", "numpy", "scipy", made_from=made_from)
         with create(scores, CHECKPOINT_SCORES, file_spec, provenance) as writer:
@@ -143,12 +138,8 @@ def compute_exact_scores(
         print(f"Solving a {n_rows} x {n_rows} system for {len(target_ids)} targets")
         gradients = DampedGradients.read(train_file, spec)
         similarities = gradients.similarities(stored_products(target_file))
-        file_spec = {
-            **spec.as_dict(),
-            **shared,
-            "lambda": gradients.damped.ridge,
-            "train_gramian": train_file.content_hash,
-        }
+        file_spec = spec.as_dict() | shared | {"lambda": gradients.damped.ridge}
+        file_spec |= {"train_gramian": train_file.content_hash}
         made_from = [train_file.provenance, target_file.provenance]
         provenance = software(code, "cpu", "numpy", "scipy", made_from=made_from)
         with create(scores, EXACT_SCORES, file_spec, provenance) as writer:
@@ -200,11 +191,9 @@ def average_targets(
 
         def mean(key: str, start: int = 0, stop: int | None = None) -> np.ndarray:
             """Return the mean over targets, minus the mean over the second experiment's targets."""
-            means = [
-                np.atleast_2d(part.vector(key, start, stop)).mean(axis=1, dtype=np.float64)
-                for part in parts
-            ]
-            return means[0] - means[1] if len(means) > 1 else means[0]
+            values = (np.atleast_2d(part.vector(key, start, stop)) for part in parts)
+            first, *second = (each.mean(axis=1, dtype=np.float64) for each in values)
+            return first - second[0] if second else first
 
         key = "similarities" if first.has("similarities") else "solved_targets"
         block = memory_mb * 2**20 // (16 * max(part.matrix(key).shape[1] for part in parts))
@@ -212,12 +201,11 @@ def average_targets(
         provenance = software(code, "cpu", "numpy", made_from=[part.provenance for part in parts])
         with create(scores, kind, file_spec, provenance) as writer:
             rows = first.matrix(key)
-            ids = first.vector(f"{key}/axis1")
-            values = writer.matrix(key, ids, [name], dtype=rows.dtype)
+            values = writer.matrix(key, first.vector(f"{key}/axis1"), [name], dtype=rows.dtype)
             for start, stop in blocks_with_progress(len(rows), max(1, block), "rows"):
                 values[start:stop] = mean(f"{key}/block0_values", start, stop)[:, None]
             writer.vector("train_ids", first.vector("train_ids"))
-            for column in ("loss_weights", *(f"train_{column}" for column in PER_SAMPLE)):
+            for column in ("loss_weights", *(f"train_{key}" for key in PER_SAMPLE)):
                 writer.vector(column, first.vector(column))
             if spec.norm_power is not None:
                 writer.scalar("train_norm", first.scalar("train_norm"))

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -15,7 +14,6 @@ from trak_core.artifacts import (
     SCORES,
     TOKEN_SCORES,
     Artifact,
-    check_made_for,
     check_same,
     create,
     open_artifact,
@@ -27,9 +25,10 @@ from trak_core.attribution.gradient_method_record import recorded_method_for
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.project_gradients import compilers
 from trak_core.attribution.score_formulas import checkpoint_weights
-from trak_core.attribution.token_scores import SIDES, cut_pairs, token_tables
+from trak_core.attribution.token_scores import cut_pairs, token_tables
 from trak_core.attribution.token_shares import Shares
 from trak_core.settings import TRAIN, ScoresSpec
+from trak_core.stages._shared import open_made_for, positions
 from trak_core.study.read_targets import split_of
 from trak_core.study.study import Study
 
@@ -68,8 +67,7 @@ def compute_token_scores(
     ``normal_matrices`` are in the order of the spec's checkpoints.
     """
     torch.set_num_threads(threads)
-    with open_artifact(scores, SCORES) as file:
-        check_made_for(file, spec)
+    with open_made_for(scores, SCORES, spec) as file:
         top, target_ids = file.table("top_influences"), file.table("targets")["id"].tolist()
         scores_hash, made_from = file.content_hash, [file.provenance]
     # The table has no row for a target whose scores are all 0.
@@ -78,33 +76,29 @@ def compute_token_scores(
     is_split = top["target_id"].isin(target_ids) & (top["rank"] <= _EACH)
     top = top.loc[is_split, :].reset_index(drop=True)
     train_ids = list(dict.fromkeys(top["train_id"].tolist()))
-    rows = _positions(train_ids, top["train_id"].tolist())
-    columns = _positions(target_ids, top["target_id"].tolist())
+    rows = positions(train_ids, top["train_id"].tolist())
+    columns = positions(target_ids, top["target_id"].tolist())
     cuts, loss_weights, norms = [], [], []
     where, study = find_device(device, projects=True), Study.load(study_file)
     for number, checkpoint in enumerate(spec.checkpoints):
         own = spec.under(checkpoint)
         with (
-            open_artifact(train_paths[number], FEATURES) as train,
-            open_artifact(targets_paths[number], FEATURES) as target,
+            open_made_for(train_paths[number], FEATURES, own.of_train()) as train,
+            open_made_for(targets_paths[number], FEATURES, own.of_targets()) as target,
             open_artifact(normal_matrices[number], NORMAL_MATRIX) as matrix,
         ):
-            check_made_for(train, own.of_train())
-            check_made_for(target, own.of_targets())
             damped = DampedNormalMatrix.read(matrix, train, own)
-            stored_rows = _positions(train.ids("sample_ids"), train_ids)
+            stored_rows = positions(train.ids("sample_ids"), train_ids)
             phi = _read_rows(train, stored_rows)
-            target_phi = _read_rows(target, _positions(target.ids("sample_ids"), target_ids))
+            target_phi = _read_rows(target, positions(target.ids("sample_ids"), target_ids))
             loss_weights.append(train.vector("loss_weights")[stored_rows])
         norms.append(damped.norm or 1.0)
         print(f"Checkpoint {checkpoint}: {len(top)} scores", flush=True)
         loaded = LoadedModel.of_study(study, checkpoints[number], own.of_train(), where)
         current = loaded.file_spec(own.of_train(), {})["checkpoint"]
         check_same("checkpoints", current, train.spec["checkpoint"], train)
-        splits = (
-            study.split(TRAIN, None).take(train_ids),
-            split_of(study, str(spec.experiment), target_ids, question),
-        )
+        targets = split_of(study, str(spec.experiment), target_ids, question)
+        splits = study.split(TRAIN, None).take(train_ids), targets
         pairs = list(zip(rows, columns, strict=True))
         method_of = partial(
             recorded_method_for,
@@ -119,7 +113,7 @@ def compute_token_scores(
         cuts.append(cut_pairs(*inputs, method_of))
     weights = checkpoint_weights(np.stack(loss_weights), np.array(norms), spec)
     tokens, layers = token_tables(top, cuts, weights[:, rows])
-    _print_accuracy(top, *(tokens.loc[tokens["side"] == side, :] for side in SIDES), layers)
+    _print_accuracy(top, tokens, layers)
     packages = "torch", "numpy", *compilers(where)
     provenance = software(code, device_name(where), *packages, made_from=made_from)
     file_spec = spec.as_dict() | {"scores": scores_hash}
@@ -128,27 +122,17 @@ def compute_token_scores(
         writer.table("layers", layers, ["target_id", "train_id"])
 
 
-def _positions(ids: Sequence[Any], of: Sequence[Any]) -> list[int]:
-    """Return the position in ``ids`` of each id in ``of``."""
-    position = {sample_id: i for i, sample_id in enumerate(ids)}
-    return [position[sample_id] for sample_id in of]
-
-
 def _read_rows(features: Artifact, rows: Sequence[int]) -> np.ndarray:
     """Return ``rows`` of a file of features, float64. They may be in any order."""
     values = features.matrix("features")
     return np.stack([values[row : row + 1][0] for row in rows]).astype(np.float64)
 
 
-def _print_accuracy(top: pd.DataFrame, *tables: pd.DataFrame) -> None:
-    """Print the largest difference between a score and the sum of its rows in any table."""
-    names = ["target_id", "train_id", "score"]
-    scores = {(target, train): score for target, train, score in top[names].to_numpy().tolist()}
-    error = 0.0
-    for table in tables:
-        sums = dict.fromkeys(scores, 0.0)
-        for target, train, score in table[names].to_numpy().tolist():
-            sums[target, train] += score
-        error = max(error, *(abs(sums[pair] - score) for pair, score in scores.items()))
-    error /= max(map(abs, scores.values()))
+def _print_accuracy(top: pd.DataFrame, tokens: pd.DataFrame, layers: pd.DataFrame) -> None:
+    """Print the largest difference between a score and the sum over tokens, or over layers."""
+    pair = ["target_id", "train_id"]
+    scores = top.set_index(pair)["score"]
+    sums = tokens.pivot_table("score", pair, "side", "sum")
+    sums["layers"] = layers.pivot_table("score", pair, aggfunc="sum")["score"]
+    error = sums.sub(scores, axis="index").abs().to_numpy().max() / scores.abs().max()
     print(f"Sums of contributions differ from scores by at most {error:.1g} of the largest score")

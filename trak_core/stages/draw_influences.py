@@ -21,26 +21,18 @@ from trak_core.artifacts import (
 )
 from trak_core.lists.lists import few_targets
 from trak_core.report.charts import TARGETS_IN_FIGURE, influences_figure
-from trak_core.report.describe_samples import EACH, Examples, find_examples, targets_of_mean
-from trak_core.report.explore_data import EACH_ON_PAGE, Answer, Tokens, explore
+from trak_core.report.describe_samples import EACH, Examples, find_examples, targets_of
+from trak_core.report.explore_data import EACH_ON_PAGE, Answer, explore
 from trak_core.report.read_results import File, output_of, read_experiment, with_class_names
 from trak_core.report.render import answer as answer_page
-from trak_core.report.render import listed_samples, score_warnings
+from trak_core.report.render import rendered, score_warnings
 from trak_core.report.template_filters import anchor, number
 from trak_core.runtime.files import atomic_write, safe_cell
 from trak_core.runtime.progress import blocks_with_progress
 from trak_core.settings import TRAIN
 from trak_core.study.dataset_split import Split
 from trak_core.study.read_targets import split_of
-from trak_core.study.show_samples import (
-    BEGINNING,
-    Picture,
-    are_drawn,
-    contents_digest,
-    short_text,
-    show_sample,
-    shown_tokens,
-)
+from trak_core.study.show_samples import BEGINNING, Picture, are_drawn, short_text, show_sample
 from trak_core.study.study import Study
 
 # The largest number of targets on a page. Pages are also limited by their size in bytes.
@@ -50,16 +42,12 @@ _MAX_TARGETS = 20_000
 _N_ROWS, _CHARACTERS = 100, 600
 # The page of a list has a filter by label only if the list has at most this many labels.
 _N_LABELS = 40
-_NUMBERS = frozenset({
-    *("harm", "help", "score", "self_influence", "output", "closeness", "cosine")
-})
+_NUMBERS = ("harm", "help", "score", "self_influence", "output", "closeness", "cosine")
 # Decimal numbers of more than _LONG characters are rounded to four digits.
 _DECIMAL, _LONG = re.compile(r"-?\d+\.\d+(e[+-]?\d+)?"), 8
 _CLASSES = ("label", "suggested_label", "prediction", "other_label")
 # Columns that the page shows in another form, or that only the CSV contains.
-_SHOWN_ELSEWHERE = frozenset({
-    *("id", "rank", "other_id", "among", "worth_a_look", "output_sd", "loss_weight")
-})
+_SHOWN_ELSEWHERE = ("id", "rank", "other_id", "among", "worth_a_look", "output_sd", "loss_weight")
 
 
 def _draw(figure: Path, examples: Examples) -> None:
@@ -81,70 +69,34 @@ def _texts(study: Study, split: Split, name: str) -> pd.DataFrame:
     return pd.DataFrame({"id": split.ids, "text": texts})
 
 
-def _in_figure(scores: File) -> File:
-    """Return the scores file with only the targets and influences that the figure shows."""
-    shown = scores.tables["targets"].head(TARGETS_IN_FIGURE)
-    top = scores.tables["top_influences"]
-    is_kept = top["target_id"].isin(shown["id"]) & (top["rank"] <= EACH)
-    tables = {"shown": shown, "top_influences": top.loc[is_kept, :]}
-    return replace(scores, tables={**scores.tables, **tables})
-
-
-def _self_influence(files: Sequence[Path], scores: File) -> pd.Series | None:
-    """Return the self-influences of training samples by id, or None if there is no file."""
-    for path in files:
-        with open_artifact(path, SELF_INFLUENCE) as file:
-            table = file.table("train")
-        by_id = pd.Series(table["self_influence"].to_numpy(), index=table["id"].to_numpy())
-        shown = scores.tables["train"]["id"].tolist()
-        check_same("training samples", shown, [i for i in shown if i in by_id.index], file)
-        return by_id
-    return None
-
-
-def _token_scores(files: Sequence[Path], scores: File) -> pd.DataFrame | None:
-    """Return the table of the tokens' scores, or None if there is no file."""
-    for path in files:
-        with open_artifact(path, TOKEN_SCORES) as file:
-            check_same("scores", scores.content_hash, file.spec["scores"], file)
-            return file.table("tokens")
-    return None
-
-
 def _explored(
     study: Study,
     scores: File,
     targets: Split,
     train: Split,
-    self_influence: pd.Series | None,
-    token_scores: pd.DataFrame | None,
+    self_influence: Sequence[Path],
+    token_scores: Sequence[Path],
 ) -> Answer:
-    draws = are_drawn(study, train)
-    target_rows, train_rows = (
-        {sample_id: row for row, sample_id in enumerate(split.ids)} for split in (targets, train)
-    )
+    """Return the contents of the page. The last two arguments contain at most one file each."""
+    influence = tokens = None
+    for path in self_influence:
+        with open_artifact(path, SELF_INFLUENCE) as file:
+            table = file.table("train")
+        influence = pd.Series(table["self_influence"].to_numpy(), index=table["id"].to_numpy())
+        shown = scores.tables["train"]["id"].tolist()
+        check_same("training samples", shown, [i for i in shown if i in influence.index], file)
+    for path in token_scores:
+        with open_artifact(path, TOKEN_SCORES) as file:
+            check_same("scores", scores.content_hash, file.spec["scores"], file)
+            tokens = file.table("tokens")
+    row_of = [{sample_id: row for row, sample_id in enumerate(s.ids)} for s in (train, targets)]
 
     def sample_of(is_target: bool, sample_id: Any) -> Any:
-        if is_target:
-            return targets.samples[target_rows[sample_id]]
-        return train.samples[train_rows[sample_id]]
+        return (train, targets)[is_target].samples[row_of[is_target][sample_id]]
 
-    def show(is_target: bool, sample_id: Any, characters: int) -> tuple[Picture | str, bytes]:
-        sample = sample_of(is_target, sample_id)
-        shown = show_sample(study, sample_id, sample, characters, draws)
-        return shown, contents_digest(sample)
-
-    def texts(is_target: bool, sample_id: Any, n_tokens: int) -> list[str]:
-        return shown_tokens(study, sample_id, sample_of(is_target, sample_id), n_tokens)
-
-    return explore(
-        scores,
-        show,
-        drawn=draws,
-        described=study.has("describe"),
-        self_influence=self_influence,
-        tokens=None if token_scores is None else Tokens.of(token_scores, texts),
-    )
+    draws = are_drawn(study, train)
+    given = scores, study, sample_of
+    return explore(*given, drawn=draws, token_scores=tokens, self_influence=influence)
 
 
 def _write_texts(
@@ -191,14 +143,15 @@ def draw_influences(
     experiment = read_experiment(scores, scores.parents[1], _MAX_TARGETS, EACH_ON_PAGE, train)
     experiment = with_class_names(experiment, study.class_names())
     ids = experiment.tables["targets"]["id"].tolist()
-    targets = targets_of_mean(experiment)
-    if targets is None:
-        targets = split_of(study, experiment.spec["experiment"], ids, question)
-    (examples,) = find_examples(study, [_in_figure(experiment)], train, [targets])
+    targets = targets_of(study, experiment, ids, question)
+    # The figure shows only the first targets and their strongest influences.
+    shown = experiment.tables["targets"].head(TARGETS_IN_FIGURE)
+    top = experiment.tables["top_influences"]
+    top = top.loc[top["target_id"].isin(shown["id"]) & (top["rank"] <= EACH), :]
+    tables = {**experiment.tables, "shown": shown, "top_influences": top}
+    (examples,) = find_examples(study, [replace(experiment, tables=tables)], train, [targets])
     _draw(figure, examples)
-    influence = _self_influence(self_influence, experiment)
-    tokens = _token_scores(token_scores, experiment)
-    explored = _explored(study, experiment, targets, train, influence, tokens)
+    explored = _explored(study, experiment, targets, train, self_influence, token_scores)
     with atomic_write(answer) as partial:
         partial.write_text(answer_page(explored, study.name), encoding="utf-8")
     _write_texts(texts, study, explored, targets, train, code)
@@ -233,12 +186,11 @@ def show_list(
 
     def shown(split: Split, cells: Sequence[str]) -> dict[str, tuple[Any, Picture | str]]:
         row_of = {str(safe_cell(i)): row for row, i in enumerate(split.ids)}
-        samples_of = {}
-        for cell in dict.fromkeys(cells):
-            sample_id, sample = split.ids[row_of[cell]], split.samples[row_of[cell]]
-            picture = show_sample(study, sample_id, sample, _CHARACTERS, draws)
-            samples_of[cell] = sample_id, picture
-        return samples_of
+        rows = {cell: (split.ids[row_of[cell]], split.samples[row_of[cell]]) for cell in cells}
+        return {
+            cell: (sample_id, show_sample(study, sample_id, sample, _CHARACTERS, draws))
+            for cell, (sample_id, sample) in rows.items()
+        }
 
     first = rows.head(_N_ROWS)
     own = shown(samples, first["id"].tolist())
@@ -269,7 +221,8 @@ def show_list(
     n_looks = rows["worth_a_look"].tolist().count("1") if "worth_a_look" in rows else 0
     files = [read_experiment(path, path.parents[1], 0, 0, train) for path in scores]
     tables = [file.tables["targets"] for file in files]
-    markup = listed_samples(
+    markup = rendered(
+        "list",
         kind=kind,
         experiment=experiment,
         entries=entries,

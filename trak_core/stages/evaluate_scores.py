@@ -18,12 +18,9 @@ from trak_core.artifacts import (
     RETRAINED,
     SCORES,
     Artifact,
-    check_made_for,
     check_retrained,
     check_same,
     check_splits,
-    check_together,
-    checkpoint_scores_kind,
     create,
     open_artifact,
     read_frame,
@@ -68,14 +65,11 @@ from trak_core.settings import (
     curvature_power,
     settings_of,
 )
-from trak_core.stages._shared import read_embeddings
+from trak_core.stages._shared import open_checkpoint_scores, open_made_for, read_embeddings
 
 
 def _passes(
-    settings: Sequence[Setting],
-    configured: Setting,
-    spec: ScoresSpec,
-    loss_weights: Mapping[str, Any],
+    settings: Sequence[Setting], configured: Setting, spec: ScoresSpec
 ) -> list[FeaturePass]:
     """Return the passes over the features that are needed to measure the settings.
 
@@ -87,17 +81,15 @@ def _passes(
     if len(spec.ends) < len(spec.checkpoints):
         output, combine = spec.features.model_output, usual_combine(along=False)
         ends = replace(configured, loss_weight_power=usual_power(combine, output), combine=combine)
-        averages = average_weights([ends], [loss_weights[checkpoint] for checkpoint in spec.ends])
         draws = spec.features.label_draws
         weighting = Weighting.PLAIN if draws else usual_weighting(combine, output)
-        passes.append(FeaturePass([ends], spec.ends, averages, weighting, unit_dim))
-    averages = average_weights(settings, list(loss_weights.values()))
+        passes.append(FeaturePass([ends], spec.ends, weighting, unit_dim))
     # For each number of dimensions, rows must be normalized anew, so each needs a separate pass.
     dims = sorted({setting.proj_dim for setting in settings}) if spec.normalize else [None]
     for dim in dims:
         same_dim = [setting for setting in settings if dim in (None, setting.proj_dim)]
         if same_dim:
-            passes.append(FeaturePass(same_dim, spec.checkpoints, averages, spec.weighting, dim))
+            passes.append(FeaturePass(same_dim, spec.checkpoints, spec.weighting, dim))
     return passes
 
 
@@ -105,23 +97,17 @@ def _rows(
     train: Artifact,
     targets: Artifact,
     block: int,
-    weights: Mapping[float, float | None],
+    weights: Mapping[float, np.ndarray],
     unit_dim: int | None,
 ) -> CheckpointRows:
-    """Return one checkpoint's features and weights.
-
-    ``weights`` maps each power of the loss weights to the power of the curvature that weights
-    samples in the normal matrix.
-    """
+    """Return one checkpoint's features and weights. See ``CheckpointRows`` for the arguments."""
     return CheckpointRows(
         loss_weights=train.vector("loss_weights"),
-        normal_weights={key: normal_weights(train, power) for key, power in weights.items()},
+        normal_weights=weights,
         read=read_rows(train.matrix("features"), normalize=unit_dim is not None, first=unit_dim),
         target_features=targets.matrix("features")[:].astype(np.float64),
         block=block,
-        normal_matrix=(
-            train.matrix("sampled_normal")[:] if train.spec.get("label_draws") else None
-        ),
+        normal_matrix=train.matrix("sampled_normal")[:] if train.has("sampled_normal") else None,
     )
 
 
@@ -140,7 +126,10 @@ def _feature_sums(
     """
     is_probability = about_output(spec.features.model_output).weight_is_probability
     totals: list[dict[Setting, np.ndarray]] = [{} for _ in passes]
-    dots = None
+    dots, averages = None, []
+    for each in passes:
+        loss_weights = [files[name][2].vector("loss_weights") for name in each.checkpoints]
+        averages.append(average_weights(each.settings, loss_weights))
     for checkpoint, (train_path, targets_path, scored) in files.items():
         print(f"Checkpoint {checkpoint}", flush=True)
         with (
@@ -151,16 +140,15 @@ def _feature_sums(
             scored_hash = scored.spec["train_features"]
             check_same("training features", scored_hash, train.content_hash, train)
             check_same("targets", scored.ids("target_ids"), targets.ids("sample_ids"), targets)
-            for features_pass, total in zip(passes, totals, strict=True):
-                if checkpoint not in features_pass.checkpoints:
+            for each, by_power, total in zip(passes, averages, totals, strict=True):
+                if checkpoint not in each.checkpoints:
                     continue
-                averages, weighting = features_pass.averages, features_pass.weighting
-                weights = {
-                    power: curvature_power(weighting, power, is_probability=is_probability)
-                    for power in averages
-                }
-                rows = _rows(train, targets, block, weights, features_pass.unit_dim)
-                terms = setting_sums(masks, features_pass.settings, averages, rows)
+                weights = {}
+                for power in by_power:
+                    of = curvature_power(each.weighting, power, is_probability=is_probability)
+                    weights[power] = normal_weights(train, of)
+                rows = _rows(train, targets, block, weights, each.unit_dim)
+                terms = setting_sums(masks, each.settings, by_power, rows)
                 total.update({key: total.get(key, 0) + term for key, term in terms.items()})
             if gradient_dot:
                 term = gradient_dot_sums(masks, _rows(train, targets, block, {}, None))
@@ -214,11 +202,8 @@ def evaluate_scores(
     configured = Setting(spec.damping, spec.loss_weight_power, Combine(spec.combine), proj_dim)
     settings = settings_of(sweep, configured)
     with ExitStack() as stack:
-        kind = checkpoint_scores_kind(projection)
-        parts = [stack.enter_context(open_artifact(path, kind)) for path in checkpoint_scores]
-        final = stack.enter_context(open_artifact(scores, SCORES))
-        check_together(parts, spec)
-        check_made_for(final, spec)
+        parts = open_checkpoint_scores(stack, checkpoint_scores, spec)
+        final = stack.enter_context(open_made_for(scores, SCORES, spec))
         made_of = [part.spec["checkpoint"] for part in parts]
         check_same("checkpoints", made_of, final.spec["checkpoints"], final)
         train_ids, target_ids = parts[0].ids("train_ids"), parts[0].ids("target_ids")
@@ -246,12 +231,10 @@ def evaluate_scores(
             by_count[count] = subset_sums(masks, rows)
         swept: dict[Setting, np.ndarray] = {}
         if train_paths:
-            loss_weights = {key: part.vector("loss_weights") for key, part in by_id.items()}
-            passes = _passes(settings, configured, spec, loss_weights)
             paths = zip(train_paths, targets_paths, parts, strict=True)
             files = dict(zip(spec.checkpoints, paths, strict=True))
-            needs_dots = "gradient_dot" in baselines
-            totals, dots = _feature_sums(masks, passes, files, spec, block, gradient_dot=needs_dots)
+            given = masks, _passes(settings, configured, spec), files, spec, block
+            totals, dots = _feature_sums(*given, gradient_dot="gradient_dot" in baselines)
             if len(spec.ends) < len(parts):
                 (methods["ends_of_runs", "baseline", proj_dim],) = totals.pop(0).values()
             if dots is not None:
@@ -266,35 +249,24 @@ def evaluate_scores(
             ]
             methods["embedding_cosine", "baseline", 0] = np.mean(cosines, axis=0)
         for name in baselines:
+            key = name, "baseline", 0
             if name == "random":
-                methods[name, "baseline", 0] = random_sums(masks, len(target_ids), block)
+                methods[key] = random_sums(masks, len(target_ids), block)
             if name == "bm25":
-                sums = _word_sums(masks, study_file, train_ids, target_ids, final)
-                methods[name, "baseline", 0] = sums
+                methods[key] = _word_sums(masks, study_file, train_ids, target_ids, final)
             if name == "same_class":
                 labels = parts[0].vector("train_labels"), parts[0].vector("target_labels")
-                methods[name, "baseline", 0] = label_sums(masks, *labels, block)
-        file_spec = spec.as_dict() | {
-            "retrained": truth.source,
-            "scores": final.content_hash,
-            "projection": final.spec["projection"],
-            "baselines": list(baselines),
-            "sweep": sweep,
-        }
+                methods[key] = label_sums(masks, *labels, block)
+        file_spec = spec.as_dict() | {"retrained": truth.source, "scores": final.content_hash}
+        file_spec |= {"projection": final.spec["projection"]}
+        file_spec |= {"baselines": list(baselines), "sweep": sweep}
     summary, targets, checkpoints = lds_tables(methods, by_count, truth, target_ids)
-    with create(
-        evaluation,
-        EVALUATION,
-        file_spec,
-        software(code, "cpu", "numpy", "scipy", "pandas"),
-        experiment=spec.experiment,
-        n_subsets=len(masks),
-        part_kept=float(masks.mean()),
-        n_seeds=len(truth.outputs),
-        same_seeds=int(retrained_spec is not None and retrained_spec.run_seeds is not None),
-        n_targets=len(target_ids),
-        confidence=CONFIDENCE,
-    ) as writer:
+    same_seeds = int(retrained_spec is not None and retrained_spec.run_seeds is not None)
+    about = {"experiment": spec.experiment, "n_subsets": len(masks)}
+    about |= {"part_kept": float(masks.mean()), "n_seeds": len(truth.outputs)}
+    about |= {"same_seeds": same_seeds, "n_targets": len(target_ids), "confidence": CONFIDENCE}
+    made_by = software(code, "cpu", "numpy", "scipy", "pandas")
+    with create(evaluation, EVALUATION, file_spec, made_by, **about) as writer:
         writer.table("summary", summary, ["method", "kind"])
         writer.table("targets", targets, ["method", "target_id"])
         writer.table("checkpoints", checkpoints, ["n_checkpoints"])

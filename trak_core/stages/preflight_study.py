@@ -66,24 +66,20 @@ class StudyModel:
 
     def __init__(self, study: Study, model_output: str, *, without_numbers: bool) -> None:
         self._study = study
-        self._mode: FakeTensorMode | None = None
-        self.module = nn.Module()
+        self._fake: FakeTensorMode | None = None
         if without_numbers and not about_output(model_output).needs_pairs:
             mode = FakeTensorMode(allow_non_fake_inputs=True)
             with suppress(Exception), _quiet(), mode:
-                self.module, self._mode = study.make_model().eval(), mode
-        if self._mode is None:
-            self._build_real_model()
-
-    def _build_real_model(self) -> None:
-        self.module, self._mode = self._study.make_model().eval(), None
+                self.module, self._fake = study.make_model().eval(), mode
+        if self._fake is None:
+            self.module = study.make_model().eval()
 
     def count_classes(self, output: ModelOutput, sample: Batch) -> int | None:
         """Return the result of ``trak_core.gradients.count_classes`` for the model."""
-        if self._mode is not None:
-            with suppress(Exception), self._mode, _quiet():
+        if self._fake is not None:
+            with suppress(Exception), self._fake, _quiet():
                 return count_classes(self.module, output, sample, _CPU)
-            self._build_real_model()
+            self.module, self._fake = self._study.make_model().eval(), None
         return count_classes(self.module, output, sample, _CPU)
 
 
@@ -93,8 +89,7 @@ def _quiet() -> Generator[None, None, None]:
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logging.disable(disabled)
@@ -228,15 +223,6 @@ def _check_retraining(study: Study, arguments: Mapping[str, Any], *, weighted: b
         )
 
 
-def _check_weighting(weighting: str, name: str, output: ModelOutput) -> None:
-    if Weighting(weighting) is Weighting.CURVATURE and output.curvature is None:
-        raise InputError(
-            "scoring.weighting can be curvature only if the loss is a function of the model output "
-            f"alone. Found model_output {name}. Set scoring.weighting to plain.",
-            code="config.weighting",
-        )
-
-
 def _check_checkpoints(
     study: Study, model: nn.Module, checkpoints: Mapping[str, Sequence[str | None]]
 ) -> list[str]:
@@ -257,9 +243,8 @@ def _check_checkpoints(
             print(f"Notice: {listed(paths)}: {notice}")
     if not problems:
         return renamed
-    lines = [*problems.values()]
-    if len(lines) > 1:
-        lines.insert(0, f"Every checkpoint must fit the model. Found {len(lines)} that do not:")
+    head = f"Every checkpoint must fit the model. Found {len(problems)} that do not:"
+    lines = [*([head] if len(problems) > 1 else []), *problems.values()]
     ready = _ready_made(study)
     if ready and ready.classes_found and any("of another shape" in line for line in lines):
         lines.append(ready.classes_found)
@@ -315,8 +300,8 @@ def preflight_study(
         leaves_several: Whether a run saves checkpoints at several times.
         splits: For each split or experiment, the ids of the samples to read; None for all samples.
         shards: For each split or experiment, the number of jobs that share it.
-        questions: The files of experiments' targets, by experiment.
-        conditions: The ``where`` conditions of experiments, by experiment.
+        questions: For some experiments, the file of their targets.
+        conditions: For some experiments, the ``where`` condition of their targets.
         retraining: Arguments of ``train`` that all runs share; None if nothing is retrained.
         weighted: Whether retraining uses sample weights.
         describes: Whether the study must define ``describe``.
@@ -348,7 +333,10 @@ def preflight_study(
     tensors = *model.module.parameters(), *model.module.buffers()
     model_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
     n_samples, told = dict[str, int](), dict[str, str]()
-    train = None if TRAIN in splits else _train_if_kept(study)
+    train = None
+    if TRAIN not in splits and study.has("as_read"):
+        with suppress(InputError):  # The training data may no longer exist.
+            train = study.split(TRAIN, None)
     for name, targets in splits.items():
         source = "train_data()" if _ready_made(study) is None else "training data"
         where = source if name == TRAIN else f"experiment {name}"
@@ -362,7 +350,13 @@ def preflight_study(
                 if name in conditions:
                     Condition.parse(conditions[name]).check_columns(columns)
                 output = named_output(model_output, model.module, split, _CPU, study, n_others=1)
-                _check_weighting(weighting, model_output, output)
+                if weighting == Weighting.CURVATURE and output.curvature is None:
+                    raise InputError(
+                        "scoring.weighting can be curvature only if the loss is a function of the "
+                        f"model output alone. Found model_output {model_output}. Set "
+                        "scoring.weighting to plain.",
+                        code="config.weighting",
+                    )
                 labels = _check_samples(split, study, model, output)
                 if name == TRAIN:
                     _check_known_groups(group_by, model_output, output, labels)
@@ -383,20 +377,9 @@ def preflight_study(
                 code="compute.shards",
             )
         n_samples[name] = len(split.ids)
-    return {
-        "n_params": size,
-        "model_bytes": model_bytes,
-        "n_samples": n_samples,
-        "told": told,
-        "renamed": _check_checkpoints(study, model.module, checkpoints),
-    }
-
-
-def _train_if_kept(study: Study) -> Split | None:
-    """Return the training samples, or None if they are not needed or no longer exist."""
-    with suppress(InputError):
-        return study.split(TRAIN, None) if study.has("as_read") else None
-    return None
+    renamed = _check_checkpoints(study, model.module, checkpoints)
+    facts = {"n_params": size, "model_bytes": model_bytes, "n_samples": n_samples}
+    return facts | {"told": told, "renamed": renamed}
 
 
 def _check_samples(

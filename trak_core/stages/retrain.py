@@ -1,14 +1,6 @@
 """Retrain models on subsets of the training data, and write their outputs for all targets.
 
-A file of retrained models has three frames:
-
-    masks         (subsets, n) uint8   1 if the subset contains the sample. The index contains the
-                                       subsets' numbers, and the columns are training ids.
-    outputs       (models, pool)       The model output f. The index contains the number of each
-                                       model's subset. The columns are ids of ``target_data()``.
-    predictions   (models, pool)       Predictions, with the same index and columns.
-
-Models that were trained on the same subset have different seeds.
+``docs/reference/files.md`` describes the frames in a file of retrained models.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,15 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Subset
 
-from trak_core.artifacts import (
-    RETRAINED,
-    SCORES,
-    check_made_for,
-    check_same,
-    create,
-    open_artifact,
-    software,
-)
+from trak_core.artifacts import RETRAINED, SCORES, check_same, create, software
 from trak_core.attribution.sample_outputs import outputs_and_predictions
 from trak_core.attribution.score_formulas import unit_rows
 from trak_core.errors import InputError
@@ -43,7 +27,13 @@ from trak_core.settings import (
     removed_sizes,
     subset_size,
 )
-from trak_core.stages._shared import embeddings_hashes, naming_in_file, read_embeddings
+from trak_core.stages._shared import (
+    embeddings_hashes,
+    naming_in_file,
+    open_made_for,
+    positions,
+    read_embeddings,
+)
 from trak_core.study.dataset_split import Split
 from trak_core.study.retraining_draws import random_removal, random_subset, sizes_of, training_seed
 from trak_core.study.study import Study, trained_model
@@ -73,22 +63,21 @@ def retrain(
     called with ``sample_weights`` instead of ``data``, and trains the config's runs again, but with
     weights of 0 for the samples outside the subset.
 
-    ``spec.subsets`` selects one of these kinds of subsets. ``named_by`` contains the files from
-    which samples are chosen, and ``naming`` contains the settings by which they are chosen:
+    ``spec.subsets`` is the kind of subsets. ``named_by`` contains the files from which samples are
+    chosen, and ``naming`` the settings by which they are chosen:
 
     - ``random``: random subsets with the numbers ``first`` to ``last``. A subset and its seeds
       depend only on its number and ``spec.seed``.
     - ``without random``: all samples, then ``spec.draws`` random removals of each size.
     - ``without top``: for each of ``target_ids`` and each size, all samples except those with the
       largest scores for the target. ``named_by`` is a file of scores made for ``scores_spec``.
-    - ``without bm25``: the same as ``without top``, with BM25 of the study's texts as scores.
+    - ``without bm25``: the same, with BM25 of the study's texts as scores.
     - ``without embedding_cosine``: the same, with mean cosines of embeddings as scores.
       ``named_by`` contains files made for ``embeddings_spec`` with ``checkpoints``.
-    - ``list``: all samples. Then, for each size, all samples except the first ones in the list
-      ``named_by``, and then, for each size, all except random ones. Sizes are ``fractions`` of the
-      training samples, limited to the length of the list. For a list of the ``kind`` select, models
-      are instead trained only on the listed or random samples. Each ``draw`` has a different seed
-      and different random samples.
+    - ``list``: all samples; for each size, all except the first ones in the list ``named_by``; for
+      each size, all except random ones. Sizes are ``fractions`` of the training samples, limited to
+      the length of the list. For a list of the ``kind`` select, models are trained only on these
+      samples. Each ``draw`` has a different seed and different random samples.
     """
     torch.set_num_threads(threads)
     study = Study.load(study_file)
@@ -154,12 +143,12 @@ def _removals(
     Sizes are the numbers of removed samples, or of kept samples for a list of the kind ``select``.
     """
     n_train = len(train.ids)
-    everything = np.ones(n_train, dtype=bool)
+    everything, all_rows = np.ones(n_train, dtype=bool), np.arange(n_train)
     if spec.subsets == "list":
         (listed,) = named_by
         rows, is_select = listed_rows(listed, train.ids), naming["kind"] == _SELECT
         sizes = sizes_of(naming["fractions"], n_train, len(rows), rounds_up=is_select)
-        masks = [_without(n_train, rows[:size]) for size in sizes]
+        masks = [~np.isin(all_rows, rows[:size]) for size in sizes]
         masks += [random_removal(n_train, size, naming["draw"], spec.seed) for size in sizes]
         masks = [~mask for mask in masks] if is_select else masks
         return [everything, *masks], sizes, [file_digest(listed)]
@@ -170,7 +159,7 @@ def _removals(
         return [everything, *masks], sizes, []
     scores, hashes = _target_scores(study, train, spec.subsets, named_by, naming)
     rows_of_targets = [helpful_rows(of_target) for of_target in scores]
-    masks = [_without(n_train, rows[:size]) for rows in rows_of_targets for size in sizes]
+    masks = [~np.isin(all_rows, rows[:n]) for rows in rows_of_targets for n in sizes]
     return masks, sizes, hashes
 
 
@@ -192,18 +181,11 @@ def _target_scores(
         ]
         return np.mean(cosines, axis=0).T, embeddings_hashes(named_by)
     (scores,) = named_by
-    with open_artifact(scores, SCORES) as file:
-        check_made_for(file, parse_spec(ScoresSpec, naming["scores_spec"]))
+    with open_made_for(scores, SCORES, parse_spec(ScoresSpec, naming["scores_spec"])) as file:
         check_same("training samples", train.ids, file.index("scores"), file)
         values = file.matrix("scores")
-        column = {target: i for i, target in enumerate(file.columns("scores"))}
-        return [values[:, column[target]] for target in target_ids], [file.content_hash]
-
-
-def _without(n_train: int, rows: np.ndarray) -> np.ndarray:
-    mask = np.ones(n_train, dtype=bool)
-    mask[rows] = False
-    return mask
+        columns = positions(file.columns("scores"), target_ids)
+        return [values[:, column] for column in columns], [file.content_hash]
 
 
 def helpful_rows(scores: np.ndarray) -> np.ndarray:

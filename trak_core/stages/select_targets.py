@@ -1,8 +1,8 @@
 """Select the targets of an experiment by a condition on their columns."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,11 +16,10 @@ from trak_core.artifacts import (
     open_artifact,
     software,
 )
-from trak_core.attribution.score_formulas import most_frequent
+from trak_core.attribution.fitted_checkpoint import training_table
 from trak_core.errors import InputError
 from trak_core.settings import FeaturesSpec
 from trak_core.settings.target_filter import MOST_TARGETS, Condition
-from trak_core.stages._shared import PER_SAMPLE
 
 
 def select_targets(
@@ -40,31 +39,22 @@ def select_targets(
     can use the columns id, label, prediction, output and output_sd, and those that the study's
     ``target_columns()`` returns.
     """
-    ids: list[Any] = []
-    parts, hashes = [], []
-    for path in outputs:
-        with open_artifact(path, OUTPUTS) as file:
+    with ExitStack() as stack:
+        files = [stack.enter_context(open_artifact(path, OUTPUTS)) for path in outputs]
+        for file in files:
             check_made_for(file, spec.under(file.spec["checkpoint"]["id"]))
-            parts.append([file.vector(name) for name in PER_SAMPLE])
-            ids = ids or file.ids("sample_ids")
-            check_same("targets", ids, file.ids("sample_ids"), file)
-            hashes.append(file.content_hash)
-    labels = parts[0][0]
-    values, predictions = (np.stack([part[i] for part in parts]) for i in (1, 2))
-    is_class = predictions.dtype.kind != "f"
-    common = most_frequent(predictions, labels, values) if is_class else predictions.mean(axis=0)
-    table = pd.DataFrame({
-        "id": ids,
-        "label": labels,
-        "prediction": common,
-        "output": values.mean(axis=0, dtype=np.float64).astype(np.float32),
-        "output_sd": values.std(axis=0, dtype=np.float64).astype(np.float32),
-    })
+            check_same("targets", files[0].ids("sample_ids"), file.ids("sample_ids"), file)
+        table = pd.DataFrame(training_table(files))  # The files have the same keys for targets.
+        values = np.stack([file.vector("outputs") for file in files])
+        table["output_sd"] = values.std(axis=0, dtype=np.float64)
+        table = table.astype({"output": np.float32, "output_sd": np.float32})
+        hashes = [file.content_hash for file in files]
     if study_file is not None:
         # These modules import torch, so they are imported only if they are needed.
         from trak_core.study.sample_columns import columns_of
         from trak_core.study.study import Study
 
+        ids = table["id"].tolist()
         table = table.join(columns_of(Study.load(study_file), experiment, ids))
     condition = Condition.parse(where)
     condition.check_columns(table.columns)
@@ -77,12 +67,8 @@ def select_targets(
             "`all` or to a table of ids instead.",
             code="stages.matches",
         )
-    file_spec: dict[str, Any] = {
-        "experiment": experiment,
-        "where": where,
-        "targets_digest": targets_digest,
-    }
-    file_spec["outputs"] = hashes
+    file_spec = {"experiment": experiment, "where": where, "targets_digest": targets_digest}
+    file_spec |= {"outputs": hashes}
     with create(targets, TARGETS, file_spec, software(code, "cpu", "numpy", "pandas")) as writer:
         writer.table("targets", matches, ["id"])
     print(f"{len(matches)} of {len(table)} targets match {where}")

@@ -11,10 +11,7 @@ from trak_core.artifacts import (
     GROUPS,
     SCORES,
     Artifact,
-    check_made_for,
     check_same,
-    check_together,
-    checkpoint_scores_kind,
     create,
     open_artifact,
     software,
@@ -34,7 +31,7 @@ from trak_core.lists.groups import (
 )
 from trak_core.runtime.progress import blocks_with_progress
 from trak_core.settings import Combine, ScoresSpec
-from trak_core.stages._shared import stored_similarities
+from trak_core.stages._shared import open_checkpoint_scores, open_made_for, stored_similarities
 
 
 def sum_groups(
@@ -55,21 +52,15 @@ def sum_groups(
     scores are multiplied by that sign. Sums are computed from ``checkpoint_scores``, and with
     ``keep: top_k`` also from ``features``.
     """
-    with open_artifact(scores, SCORES) as file:
-        check_made_for(file, spec)
+    with open_made_for(scores, SCORES, spec) as file:
         train, scores_hash = file.table("train"), file.content_hash
         targets = file.table("targets")
     groupings = [Grouping.of(name, train[name]) for name in group_by]
     with ExitStack() as stack:
-        kind = checkpoint_scores_kind(spec.features.projection)
-        parts = [stack.enter_context(open_artifact(path, kind)) for path in checkpoint_scores]
+        parts = open_checkpoint_scores(stack, checkpoint_scores, spec)
         phis = [stack.enter_context(open_artifact(path, FEATURES)) for path in features]
-        check_together(parts, spec)
         check_same("training samples", train["id"].tolist(), parts[0].ids("train_ids"), file)
-        rows = [
-            stored_similarities(part, phi, normalize=spec.normalize)
-            for part, phi in zip(parts, phis or [None] * len(parts), strict=True)
-        ]
+        rows = stored_similarities(parts, phis, normalize=spec.normalize)
         target_ids = parts[0].ids("target_ids")
         improves = targets["improves"] if "improves" in targets else np.ones(len(target_ids))
         assert spec.runs is not None
@@ -79,16 +70,8 @@ def sum_groups(
         )
         file_spec = spec.as_dict() | {"scores": scores_hash, "groups": list(group_by)}
         made_by = software(code, "cpu", "numpy", "scipy", "pandas")
-        with create(
-            groups,
-            GROUPS,
-            file_spec,
-            made_by,
-            confidence=CONFIDENCE,
-            n_draws=N_DRAWS,
-            n_runs=len(spec.runs),
-            n_targets=len(target_ids),
-        ) as writer:
+        counts = {"n_draws": N_DRAWS, "n_runs": len(spec.runs), "n_targets": len(target_ids)}
+        with create(groups, GROUPS, file_spec, made_by, confidence=CONFIDENCE, **counts) as writer:
             writer.table("groups", table, ["column", "group"])
             writer.table("targets", targets, ["column", "group", "target_id"])
             if len(differences):

@@ -7,15 +7,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from trak_core.artifacts import (
-    FEATURES,
-    SCORES,
-    SELF_INFLUENCE,
-    Artifact,
-    check_made_for,
-    check_same,
-    open_artifact,
-)
+from trak_core.artifacts import FEATURES, SCORES, SELF_INFLUENCE, Artifact, check_same
 from trak_core.lists.lists import (
     best_in_turn,
     copies,
@@ -29,6 +21,7 @@ from trak_core.model_outputs.about_outputs import about_output
 from trak_core.runtime.files import write_csv
 from trak_core.runtime.progress import blocks_with_progress
 from trak_core.settings import ScoresSpec
+from trak_core.stages._shared import open_made_for
 
 
 def write_list(
@@ -49,31 +42,27 @@ def write_list(
     ``study_file`` is needed only if the study may define ``class_names()``.
     """
     rule = f"{SCORES.rule}{'_pool' if spec.pool_digest else ''}"
-    with open_artifact(scores, replace(SCORES, rule=rule)) as file:
-        check_made_for(file, spec)
+    with open_made_for(scores, replace(SCORES, rule=rule), spec) as file:
         train, top_influences = file.table("train"), file.table("top_influences")
         targets = file.table("targets")
         model_output = file.spec["model_output"]
         about = about_output(model_output)
     for path in self_influence:
-        with open_artifact(path, SELF_INFLUENCE) as file:
-            check_made_for(file, spec.of_self_influence())
+        with open_made_for(path, SELF_INFLUENCE, spec.of_self_influence()) as file:
             own = file.table("train")
         check_same("training samples", train["id"].tolist(), own["id"].tolist(), file)
         train["self_influence"] = own["self_influence"]
     if kind == "suspects":
         rows = suspects(train)
-        n_listed = rows["worth_a_look"].to_numpy().sum()
         words = "have worth_a_look 1, because they harm more than they help: begin with these"
     elif kind == "select" and about.better == "closer":
-        rows = most_consistent(train, fraction)
-        n_listed, words = len(rows), "help targets most consistently"
+        rows, words = most_consistent(train, fraction), "help targets most consistently"
     elif kind == "select":
         rows = best_in_turn(train, top_influences, fraction)
-        n_listed, words = len(rows), "are chosen by the targets in turn"
+        words = "are chosen by the targets in turn"
     else:
-        rows = most_harmful(train)
-        n_listed, words = len(rows), "harm targets more than they help"
+        rows, words = most_harmful(train), "harm targets more than they help"
+    n_listed = rows["worth_a_look"].sum() if kind == "suspects" else len(rows)
     _write(listed, rows, ("label", "prediction", "suggested_label"), study_file, model_output)
     print(f"{n_listed} of {len(train)} samples {words}.")
     if kind == "suspects" and few_targets(targets):
@@ -129,9 +118,10 @@ def find_duplicates(
     proportional to the square of the number of training samples. ``spec`` is the spec of the
     checkpoint's scores. ``study_file`` is given if the study can have names of classes.
     """
-    with open_artifact(train_path, FEATURES) as train, open_artifact(targets_path, FEATURES) as new:
-        check_made_for(train, spec.of_train())
-        check_made_for(new, spec.of_targets())
+    with (
+        open_made_for(train_path, FEATURES, spec.of_train()) as train,
+        open_made_for(targets_path, FEATURES, spec.of_targets()) as new,
+    ):
         among = str(spec.experiment)
         parts = [_pairs(train, train, "train", memory_mb), _pairs(train, new, among, memory_mb)]
     pairs = pd.concat(parts, ignore_index=True)
@@ -160,13 +150,8 @@ def _pairs(train: Artifact, other: Artifact, among: str, memory_mb: int) -> pd.D
     same_id = np.array([row_of.get(sample_id, -1) for sample_id in other_ids])
     same_id[other_labels != labels[same_id]] = -1
     for start, stop in blocks_with_progress(len(samples), 2 * block, f"samples of {among}"):
-        neighbours = nearest(
-            lambda first, last: features[first:last],
-            len(features),
-            samples[start:stop],
-            block=block,
-            first=start if train is other else None,
-        )
+        first = start if train is other else None
+        neighbours = nearest(features, samples[start:stop], block=block, first=first)
         near, *pairs = copies(neighbours, same_id[start:stop])
         blocks.append((near + start, *pairs))
     near, rows, cosines, closeness = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
@@ -176,10 +161,5 @@ def _pairs(train: Artifact, other: Artifact, among: str, memory_mb: int) -> pd.D
         pairs = pairs.sort_values("closeness", ascending=False, kind="stable")
         pairs = pairs.drop_duplicates(["row", "other"])
     rows, near = pairs["row"].to_numpy(), pairs["other"].to_numpy()
-    return pairs.assign(
-        id=ids[rows],
-        other_id=other_ids[near],
-        among=among,
-        label=labels[rows],
-        other_label=other_labels[near],
-    )
+    names = {"id": ids[rows], "other_id": other_ids[near], "among": among}
+    return pairs.assign(**names, label=labels[rows], other_label=other_labels[near])

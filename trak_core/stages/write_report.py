@@ -1,29 +1,24 @@
 """Write the report of a study as one HTML file."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from trak_core.artifacts import EVALUATION, GROUPS, REMOVALS
 from trak_core.errors import InputError
-from trak_core.report.describe_samples import EACH, find_examples, targets_of_mean, targets_shown
+from trak_core.report.describe_samples import EACH, find_examples, targets_of, targets_shown
 from trak_core.report.read_results import (
-    File,
     Results,
     read_experiment,
     read_matrix,
     read_measured,
     read_self_influence,
-    read_timings,
     side_by_side,
     with_class_names,
 )
 from trak_core.report.render import report as report_page
 from trak_core.runtime.files import atomic_write
-from trak_core.settings import POOL, TRAIN
-from trak_core.study.dataset_split import Split
-from trak_core.study.read_targets import split_of
+from trak_core.settings import TRAIN
 from trak_core.study.study import Study
 
 
@@ -34,21 +29,11 @@ def _check_scores(results: Results) -> None:
         expected, measured = scores[file.spec["experiment"]], file.spec["scores"]
         if measured != expected.content_hash:
             raise InputError(
-                f"{file.name} must be computed from the scores in {expected.name}, whose hash is "
-                f"{expected.content_hash}. Found that it was computed from scores with the hash "
-                f"{measured}. Delete {file.name} and run Snakemake again.",
+                f"{file.name} must be computed from {expected.name}, whose hash is "
+                f"{expected.content_hash}. Found scores with the hash {measured}. Delete "
+                f"{file.name} and run Snakemake again.",
                 code="report.other_scores",
             )
-
-
-def _targets(study: Study, scores: File, config: Mapping[str, Any]) -> Split:
-    """Return the targets that the report shows, from the study or from the experiment's file."""
-    means = targets_of_mean(scores)
-    if means is not None:
-        return means
-    name, ids = scores.spec["experiment"], scores.tables["shown"]["id"].tolist()
-    data = config["experiments"][name].get("data")
-    return split_of(study, name, ids, data and Path(data))
 
 
 def write_report(
@@ -70,46 +55,41 @@ def write_report(
     checkpoint. ``self_influence`` contains at most one file. If the config does not ask for a kind
     of file, the argument is empty. ``config`` is the part of the config that determines results.
 
-    ``report`` is a file in the results folder. Run times are read from its folder ``benchmarks``,
-    and memory use from ``logs``. Samples are shown by the study's ``draw`` and ``describe``.
+    ``report`` is a file in the results folder. Samples are shown by the study's ``draw`` and
+    ``describe``.
     """
     folder = report.parent
     study = Study.load(study_file)
-    train = study.split(TRAIN, None)
+    train, names = study.split(TRAIN, None), study.class_names()
     # The fit is the same for all experiments, so it is computed for the first one only.
     experiments = [
-        read_experiment(path, folder, n_shown, EACH, None if i else train)
+        with_class_names(read_experiment(path, folder, n_shown, EACH, None if i else train), names)
         for i, (path, n_shown) in enumerate(zip(scores, targets_shown(len(scores)), strict=True))
     ]
     if fit := experiments[0].attributes["fit"]:
         print(fit.measure)
-    runs = experiments[0].spec["runs"]
-    known = {TRAIN, *config["experiments"], *runs, *(c for ids in runs.values() for c in ids)}
-    known |= {POOL, "lists", *config.get("lists", ())}
-    measured = [read_measured(path, folder, REMOVALS) for path in removals]
-    known |= {name for file in measured for name in file.tables["summary"]["subset"]}
     results = Results(
         config=config,
         experiments=experiments,
         matrices=[read_matrix(path, folder) for path in normal_matrices],
-        timings=read_timings(folder / "benchmarks", folder / "logs", known),
         evaluations={path.stem: read_measured(path, folder, EVALUATION) for path in evaluations},
-        removals=measured,
-        self_influence=[read_self_influence(path, folder) for path in self_influence],
-        groups={path.stem: read_measured(path, folder, GROUPS) for path in groups},
+        removals=[read_measured(path, folder, REMOVALS) for path in removals],
+        self_influence=[
+            with_class_names(read_self_influence(path, folder), names) for path in self_influence
+        ],
+        groups={
+            path.stem: with_class_names(read_measured(path, folder, GROUPS), names)
+            for path in groups
+        },
     )
     _check_scores(results)
-    names = study.class_names()
-    experiments = [with_class_names(file, names) for file in experiments]
-    results = replace(
-        results,
-        experiments=experiments,
-        self_influence=[with_class_names(file, names) for file in results.self_influence],
-        groups={key: with_class_names(file, names) for key, file in results.groups.items()},
-    )
-    targets = (_targets(study, file, config) for file in experiments)
+    targets = []
+    for file in experiments:
+        data = config["experiments"][file.spec["experiment"]].get("data")
+        ids = file.tables["shown"]["id"].tolist()
+        targets.append(targets_of(study, file, ids, data and Path(data)))
     shared = side_by_side(experiments)
-    shared_ids = [sample.id for sample in shared]
+    shared_ids = [sample["id"] for sample in shared]
     examples = find_examples(study, experiments, train, targets, also=shared_ids)
     first_sample = train.ids[0], study.first_as_read(train)
     page = report_page(results, examples, shared, study.name, first_sample)

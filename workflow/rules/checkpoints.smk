@@ -30,5 +30,3 @@ for number, (ends, runs) in enumerate(specs.trained_together if trained else [])
             "Training {wildcards.run}"
         script:
             "../scripts/stage.py"
-
-    timed("train_checkpoint/{run}", run=runs)

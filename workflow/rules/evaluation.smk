@@ -86,11 +86,3 @@ use rule stage as evaluate_scores with:
         sweep=specs.sweep,
     message:
         "Measuring the scores of experiment {wildcards.experiment}"
-
-
-if "subsets" in specs.evaluation:
-    groups = [f"{first}-{last}" for first, last in specs.subset_groups()]
-    timed("retrain_subsets/{group}", group=groups)
-if specs.measures("embedding_cosine"):
-    timed("compute_embeddings/{c}", c=specs.self_influence.ends)
-timed("evaluate_scores/{e}", e=specs.measured)

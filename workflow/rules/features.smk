@@ -98,17 +98,6 @@ use rule stage as compute_scores with:
         "Scoring experiment {wildcards.experiment} under checkpoint {wildcards.checkpoint}"
 
 
-for split, n in specs.shards.items():
-    if n == 1:
-        timed(f"compute_features/{{c}}/{split}", c=specs.checkpoints)
-    else:
-        names = {"c": specs.checkpoints, "i": shard_names(n)}
-        timed(f"compute_features/{{c}}/{split}/{{i}}", **names)
-        timed(f"join_shards/{{c}}/{split}", c=specs.checkpoints)
-timed("compute_normal_matrix/{c}", c=specs.checkpoints)
-timed("compute_scores/{e}/{c}", e=specs.experiments, c=specs.checkpoints)
-
-
 use rule stage as compute_self_influence with:
     input:
         features=of_checkpoints("features/{c}/train.h5"),
@@ -126,7 +115,3 @@ use rule stage as compute_self_influence with:
         spec=specs.self_influence.as_dict(),
     message:
         "Computing self-influence"
-
-
-if specs.evaluation.get("self_influence") or "suspects" in specs.lists:
-    timed("compute_self_influence")

@@ -40,7 +40,3 @@ use rule stage as compute_exact_scores with:
         spec=checkpoint_scores_spec,
     message:
         "Scoring experiment {wildcards.experiment} exactly under checkpoint {wildcards.checkpoint}"
-
-
-timed("compute_gramian/{c}/{split}", c=specs.checkpoints, split=specs.shards)
-timed("compute_exact_scores/{e}/{c}", e=specs.experiments, c=specs.checkpoints)

@@ -20,6 +20,3 @@ use rule stage as sum_groups with:
         group_by=config["groups"],
     message:
         "Summing scores of experiment {wildcards.experiment} by groups: {output.groups}"
-
-
-timed("sum_groups/{e}", e=specs.scored)

@@ -35,9 +35,6 @@ use rule stage as write_list with:
         "Listing training samples: {output.listed}"
 
 
-timed("write_list/{kind}", kind=[kind for kind in specs.lists if kind != "duplicates"])
-
-
 if specs.pool is not None:
 
     use rule compute_scores as compute_scores_pool with:
@@ -78,10 +75,6 @@ if specs.pool is not None:
         message:
             "Averaging the checkpoints of the pool for {wildcards.experiment}"
 
-    pool_for = specs.lists["select"]["experiment"]
-    timed("compute_scores_pool/{e}/{c}", e=[pool_for], c=specs.checkpoints)
-    timed("average_scores_pool/{e}", e=[pool_for])
-
 
 if "duplicates" in specs.lists:
     # One checkpoint is enough, because duplicates have equal features with every checkpoint.
@@ -105,8 +98,6 @@ if "duplicates" in specs.lists:
             spec=specs.checkpoint_scores(compared_with, compared).as_dict(),
         message:
             "Looking for duplicates among all samples: {output.listed}"
-
-    timed("find_duplicates")
 
 
 use rule stage as show_list with:
@@ -136,9 +127,6 @@ use rule stage as show_list with:
         ),
     message:
         "Showing the first rows of a list: {output.page}"
-
-
-timed("show_list/{kind}", kind=specs.lists)
 
 
 # Each list's name is a Snakemake target.

@@ -69,8 +69,3 @@ use rule stage as compare_removals with:
         },
     message:
         "Comparing removals: {wildcards.removed}"
-
-
-for by, jobs in removal_jobs.items():
-    timed("retrain_removals/{by}/{part}", by=by, part=range(len(jobs)))
-timed("compare_removals/{removed}", removed=specs.removals)

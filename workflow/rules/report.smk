@@ -1,9 +1,8 @@
 use rule stage as write_report with:
     input:
-        # The report does not read these inputs. They make it run last, so that it has all run times.
+        # The report links to the pages that jobs write together with these files.
         expand("<results>/figures/{experiment}.png", experiment=specs.scored),
         expand("<results>/lists/{kind}.html", kind=specs.lists),
-        timings if stored else [],
         scores=expand("<results>/scores/{experiment}.h5", experiment=specs.scored),
         normal_matrices=(
             of_checkpoints("normal_matrix/{c}.h5") if specs.is_projected else []

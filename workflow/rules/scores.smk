@@ -65,8 +65,6 @@ if specs.means:
         message:
             "Averaging targets for {wildcards.experiment} under checkpoint {wildcards.checkpoint}"
 
-    timed("average_targets/{e}/{c}", e=specs.means, c=specs.checkpoints)
-
 
 use rule model_stage as compute_token_scores with:
     input:
@@ -96,10 +94,6 @@ use rule model_stage as compute_token_scores with:
         "Splitting scores of experiment {wildcards.experiment} by tokens and layers"
 
 
-if config["answers"]["tokens"]:
-    timed("compute_token_scores/{e}", e=specs.experiments)
-
-
 use rule stage as draw_influences with:
     input:
         scores="<results>/scores/{experiment}.h5",
@@ -126,9 +120,3 @@ use rule stage as draw_influences with:
         question=lambda wildcards: specs.questions.get(wildcards.experiment),
     message:
         "Drawing the influences on experiment {wildcards.experiment}: {output.answer}"
-
-
-timed("average_scores/{e}", e=specs.scored)
-if compute["shards"] > 1:
-    timed("average_scores/{e}/{i}", e=specs.scored, i=shard_names(compute["shards"]))
-timed("draw_influences/{e}", e=specs.scored)

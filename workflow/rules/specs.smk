@@ -91,15 +91,6 @@ train_features = (
 )
 
 
-# The files that Snakemake's `benchmark:` writes. In a store, they are inputs of the report. Otherwise
-# they are not, so that deleting them reruns nothing, and the report reads the files that exist.
-timings = []
-
-
-def timed(job, /, **names):
-    timings.extend(expand(f"<results>/benchmarks/{job}.tsv", **names))
-
-
 # The outputs besides scores that a config can request.
 group_files = [f"{folder}/groups/{e}.h5" for e in specs.scored if "groups" in config]
 evaluation_files = [f"{folder}/evaluation/{e}.h5" for e in specs.measured]

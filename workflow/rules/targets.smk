@@ -38,7 +38,3 @@ use rule stage as select_targets with:
         study_file=config["study"] if specs.has_columns else None,
     message:
         "Selecting the targets of experiment {wildcards.experiment}: {output.targets}"
-
-
-timed("compute_outputs/{c}", c=specs.self_influence.ends)
-timed("select_targets/{e}", e=specs.conditions)
