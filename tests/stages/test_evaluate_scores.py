@@ -138,22 +138,6 @@ def test_the_default_study_ignores_samples_of_weight_0():
     check_weights(trained, images, garbled, weights)
 
 
-def test_the_study_of_planted_facts_ignores_texts_of_weight_0():
-    pytest.importorskip("transformers")
-    module = Study.load(REPOSITORY / "config/facts.py").module
-    texts = list(module.training_texts().values())[:96]
-    weights = (torch.arange(96) % 8 > 0).float()
-    garbled = [
-        text if weight else " ".join(["red"] * len(module.words(text)))
-        for text, weight in zip(texts, weights, strict=True)
-    ]
-
-    def trained(texts, **given):
-        return module.train(seed=1, epochs=1, data=module.Texts(texts), **given)
-
-    check_weights(trained, texts, garbled, weights)
-
-
 def test_lds_of_the_scores_is_scipys(run, evaluated):
     expected = run.lds(read_scores(run.scores))
     assert np.abs(of_method(evaluated, "scores", PROJ_DIM) - expected).max() < 1e-12

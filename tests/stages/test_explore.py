@@ -25,21 +25,6 @@ from trak_core.stages.draw_influences import draw_influences
 from trak_core.study.show_samples import contents_digest, show_sample
 from trak_core.study.study import Study
 
-
-def test_the_script_is_the_same_for_each_study(shown_as):
-    pages = [Page(answer.read_text()) for _, (_, answer, _) in shown_as.values()]
-    (script,) = {page.scripts[0] for page in pages}
-    # Without the script, targets are shown, and no controls.
-    for page in pages:
-        assert not page.all("input")
-        assert all("hidden" not in a for _, a in page.elements if a.get("class") == "target")
-        (section,) = [a for _, a in page.elements if a.get("id") == "train-section"]
-        assert section["hidden"] is None
-    assert not re.search(
-        r"innerHTML|outerHTML|insertAdjacent|document\.write|eval|Function|setHTML", script
-    )
-
-
 # Targets of each query, the effect of links, dialogs of training samples, levels of headings, and
 # texts for screen readers.
 PROBE = """
@@ -156,24 +141,6 @@ def explored(results, study_file, size=1.0, model_output=None, **columns):
         return shown, contents_digest(sample)
 
     return explore(experiment, show, drawn=study.has("draw"), described=study.has("describe"))
-
-
-def test_columns_that_repeat_the_text_are_left_out(shown_as, results):
-    """Only if the texts of all targets contain its phrases. Single words are kept."""
-    as_it_is = explored(results, shown_as["described"][0])
-    texts = [target["sample"] for target in as_it_is.targets]
-    columns = {
-        "question": texts,
-        "letter": [text[0] for text in texts],
-        "nearly": [*texts[:-1], "no part of it"],
-        "gap": ["", *["full"] * (len(texts) - 1)],
-    }
-    contents = explored(results, shown_as["described"][0], **columns)
-    assert {"letter", "nearly"} <= set(contents.columns["targets"])
-    assert "question" not in contents.columns["targets"]
-    more = [target["more"] for target in contents.targets]
-    assert ["gap full" in text for text in more] == [False, *[True] * (len(texts) - 1)]
-    assert "gap" not in more[0]  # An empty cell is left out.
 
 
 def test_regression_has_no_helpful_or_harmful_samples(results, shown_as):

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from pipeline import ON_CPU, features_spec, read_scores
+from pipeline import EXACTLY, ON_CPU, features_spec, read_scores
 from refused import refused
 from trained_cases import assert_close
 
@@ -25,7 +25,6 @@ from trak_core.stages.join_shards import join_shards
 from trak_core.study.study import Study
 
 K, DRAWS = 12, 3
-EXACTLY = {"projection": {"kind": "exact"}, "dtype": "float64"}
 
 TEXTS = """
 import torch
@@ -239,36 +238,6 @@ def test_texts_of_different_lengths(tmp_path, kind):
         products, _ = inner_products(loaded, train, None, exact, batch_size, 500)
         drawn = np.concatenate(rows.swapaxes(0, 1))
         assert_close(products[10:, 10:], drawn @ drawn.T, 1e-4)
-
-
-@pytest.mark.parametrize("k", [K, None])
-def test_an_attributor_gives_the_scores_of_the_pipeline(digits, tmp_path, k):
-    expected = read_scores(digits.stages(tmp_path / "run", 2, proj_dim=k, label_draws=DRAWS))
-    checkpoints = {name: digits.checkpoints[name] for name in ("c0", "c1")}
-    study = Study.load(digits.path)
-    settings = {"loss_weight_power": 1.0}
-    settings |= {"kind": "rademacher", "proj_dim": k} if k else {"projection": "exact"}
-    given = study.make_model, digits.output, checkpoints
-
-    def attributor(**more):
-        fitted = Attributor(*given, **settings, **more)
-        return fitted.fit(digits.train, tmp_path / "fitted", ids=digits.train.ids)
-
-    drawn = attributor(label_draws=DRAWS)
-    assert_close(drawn.score(digits.target_split).frame.to_numpy(), expected.to_numpy(), 1e-5)
-    again = attributor(label_draws=DRAWS)
-    assert_close(again.score(digits.target_split).frame.to_numpy(), expected.to_numpy(), 1e-5)
-    for other in (0, DRAWS + 1):
-        with refused("attribution.other_folder", "label_draws"):
-            attributor(label_draws=other)
-
-
-def test_specs_without_draws_are_those_of_before(digits):
-    spec = features_spec(digits.output, K)
-    assert "label_draws" not in spec.as_dict()
-    drawn = features_spec(digits.output, K, label_draws=DRAWS)
-    assert drawn.as_dict() == spec.as_dict() | {"label_draws": DRAWS}
-    assert "label_draws" not in drawn.of("mine", "digest").as_dict()
 
 
 def test_outputs_without_noise_are_refused(digits, tmp_path):

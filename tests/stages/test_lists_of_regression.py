@@ -4,10 +4,9 @@ import numpy as np
 import pandas as pd
 import pytest
 from linear_study import with_two_checkpoints
-from pipeline import run_stages, scores_spec
+from pipeline import run_stages, scores_spec, self_influence
 from wrong_numbers import OVERSTATED, WRONG, auc, with_three_checkpoints
 
-from trak_core.stages.compute_scores import compute_self_influence
 from trak_core.stages.write_list import write_list
 
 GIVEN = {"model_output": "regression", "damping": 0.1}
@@ -19,15 +18,7 @@ def lists_of(folder, study, checkpoints, targets):
     """Return suspects, drop and select, indexed by sample, and the path of the scores."""
     path = run_stages(folder, study, checkpoints, targets, proj_dim=64, top=20, **GIVEN)
     spec = scores_spec(checkpoints, targets, projection=PROJECTION, **GIVEN)
-    own = folder / "self_influence.h5"
-    compute_self_influence(
-        self_influence=own,
-        features=[folder / f"features/{c}/train.h5" for c in checkpoints],
-        normal_matrices=[folder / f"normal_matrix/{c}.h5" for c in checkpoints],
-        spec=spec.of_self_influence(),
-        code="code",
-        memory_mb=500,
-    )
+    own = self_influence(folder, spec)
     lists = {}
     for kind in ("suspects", "drop", "select"):
         files = {"listed": folder / f"{kind}.csv", "scores": path}

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from linear_study import with_two_checkpoints
-from pipeline import ON_CPU, features_spec
+from pipeline import EXACTLY, ON_CPU, features_spec
 from refused import refused
 from torch import backends
 
@@ -20,13 +20,12 @@ from trak_core.stages.compute_features import compute_features
 from trak_core.stages.compute_gramian import compute_gramian
 from trak_core.stages.compute_outputs import compute_embeddings, compute_outputs
 
-EXACT = {"projection": {"kind": "exact"}, "dtype": "float64"}
 TRAINING = {"model_output": "regression", "proj_dim": 8}
 STAGES = {
     compute_features: ("features", features_spec(**TRAINING)),
     compute_outputs: ("outputs", features_spec(**TRAINING, split="all")),
     compute_embeddings: ("embeddings", features_spec(**TRAINING, split="all")),
-    compute_gramian: ("gramian", features_spec("regression", **EXACT)),
+    compute_gramian: ("gramian", features_spec("regression", **EXACTLY)),
 }
 # What a user may have set, in torch's older and newer way.
 USERS = {

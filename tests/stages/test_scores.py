@@ -9,8 +9,8 @@ import oracle
 import pandas as pd
 import pytest
 import torch
-from linear_study import with_two_checkpoints
-from pipeline import averaged, read_scores, run_exact_stages, run_stages, scores_spec
+from linear_study import SPEC, with_two_checkpoints
+from pipeline import averaged, read_scores, run_exact_stages, run_stages
 from refused import refused
 from scipy.stats import spearmanr
 from trained_cases import assert_close
@@ -396,8 +396,7 @@ def target_columns():
 
 def test_tables_have_help_harm_and_the_columns_of_the_study(tmp_path):
     study, checkpoints, targets = with_two_checkpoints(tmp_path)
-    settings = {"model_output": "regression"}
-    path = run_stages(tmp_path, study, checkpoints, targets, proj_dim=8, **settings)
+    path = run_stages(tmp_path, study, checkpoints, targets, model_output="regression")
     scores, train = read_scores(path).astype(float), pd.read_hdf(path, "train")
     about = pd.read_hdf(path, "targets").set_index("id")
     gains = scores * np.sign(about["label"] - about["prediction"])
@@ -406,10 +405,8 @@ def test_tables_have_help_harm_and_the_columns_of_the_study(tmp_path):
     parts = sorted((tmp_path / "scores/mine").glob("*.h5"))
     with open_artifact(path, SCORES) as file:
         before = file.content_hash
-    projection = {"kind": "rademacher", "proj_dim": 8, "seed": 0}
-    spec = scores_spec(checkpoints, targets, projection=projection, **settings)
     study.write_text(study.read_text() + COLUMNS)
-    again = averaged(tmp_path / "again.h5", parts, spec, study_file=study)
+    again = averaged(tmp_path / "again.h5", parts, SPEC, study_file=study)
     assert pd.read_hdf(again, "train", where="id == 4")["annotator"].tolist() == ["bert"]
     assert pd.read_hdf(again, "targets")["page"].tolist() == [3, 1, 7]
     assert read_scores(again).equals(read_scores(path))

@@ -293,24 +293,6 @@ def train_data():
         order_samples([split], case.model, LANGUAGE_MODELLING)
 
 
-@pytest.mark.parametrize(("output", "n_out"), [("image_classification", 2), ("regression", 1)])
-def test_preflight_finds_images_of_different_sizes(output, n_out, tmp_path):
-    study = tmp_path / "study.py"
-    study.write_text(f"""
-import torch
-
-def make_model():
-    return torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(2), torch.nn.Flatten(),
-                               torch.nn.Linear(12, {n_out}))
-
-def train_data():
-    return [(torch.zeros(3, 8, 8 + (i == 9)), 1) for i in range(20)]
-""")
-    sizes = r"Found for argument 0: \(3, 8, [89]\) in sample \d+; "
-    with pytest.raises(InputError, match=rf"train_data\(\): .*\. {sizes}"):
-        preflight(study, output, {"train": None})
-
-
 @pytest.mark.parametrize("case", ["Llama", "GPT-2", "no mask"], indirect=True)
 def test_features_from_logits_in_pieces_are_the_same(case, capsys, monkeypatch):
     expected = case.features("whole", "tensor_sketch")

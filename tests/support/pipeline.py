@@ -20,11 +20,16 @@ from trak_core.stages.compute_scores import (
     compute_exact_scores,
     compute_normal_matrix,
     compute_scores,
+    compute_self_influence,
 )
+from trak_core.stages.compute_token_scores import compute_token_scores
 from trak_core.stages.join_shards import join_shards
 
 # How a job runs that computes gradients.
 ON_CPU = {"code": "code", "device": "cpu", "batch_size": 64, "memory_mb": 500, "threads": 1}
+
+# Settings of scores without a projection.
+EXACTLY = {"projection": {"kind": EXACT}, "dtype": "float64"}
 
 
 def scores_spec(
@@ -32,7 +37,10 @@ def scores_spec(
     targets,
     *,
     model_output: str,
-    projection: dict,
+    kind: str = "rademacher",
+    proj_dim: int = 8,
+    seed: int = 0,
+    projection: dict | None = None,
     damping: float = 2,
     weighting: str = "plain",
     combine: str = "product_of_averages",
@@ -43,7 +51,11 @@ def scores_spec(
 ) -> ScoresSpec:
     """What decides the scores of experiment `mine`; each checkpoint is a run if none are given."""
     is_probability = about_output(model_output).weight_is_probability
-    everywhere = {"projection": projection, "checkpoint": None, "split": None}
+    everywhere = {
+        "projection": projection or {"kind": kind, "proj_dim": proj_dim, "seed": seed},
+        "checkpoint": None,
+        "split": None,
+    }
     return ScoresSpec(
         features=features_spec(model_output, **everywhere, **features),
         damping=damping,
@@ -88,10 +100,6 @@ def run_stages(
     checkpoints: dict[str, Path],
     targets: list,
     *,
-    model_output: str,
-    proj_dim: int,
-    kind: str = "rademacher",
-    seed: int = 0,
     keep: str = "full",
     shards: int = 1,
     batch_size: int = 64,
@@ -101,10 +109,12 @@ def run_stages(
     output_words: dict | None = None,
     **settings,
 ) -> Path:
-    """Return the scores file; ``made`` is a run whose features are taken as they are."""
+    """Return the scores file; ``made`` is a run whose features are taken as they are.
+
+    ``settings`` are those of ``scores_spec``.
+    """
     job = {"code": "code", "memory_mb": memory_mb}
-    settings["projection"] = {"kind": kind, "proj_dim": proj_dim, "seed": seed}
-    spec = scores_spec(checkpoints, targets, model_output=model_output, **settings)
+    spec = scores_spec(checkpoints, targets, **settings)
     checkpoint_scores, train_features = [], []
     for checkpoint, path in sorted(checkpoints.items()):
         own, folder = spec.under(checkpoint), (made or results) / "features" / checkpoint
@@ -159,8 +169,7 @@ def run_exact_stages(
 ) -> Path:
     """The same without a projection; ``made`` has the Gramians."""
     job = {"code": "code", "memory_mb": memory_mb}
-    settings = {"projection": {"kind": EXACT}, "dtype": "float64", **settings}
-    spec = scores_spec(checkpoints, targets, **settings)
+    spec = scores_spec(checkpoints, targets, **EXACTLY | settings)
     checkpoint_scores = []
     for checkpoint, path in sorted(checkpoints.items()):
         own, folder = spec.under(checkpoint), (made or results) / "gramian" / checkpoint
@@ -262,6 +271,39 @@ def averaged(
         **sharded,
     )
     return scores
+
+
+def self_influence(results: Path, spec) -> Path:
+    """Return the file of self-influences of a run with a projection."""
+    path = results / "self_influence.h5"
+    compute_self_influence(
+        self_influence=path,
+        features=[results / f"features/{c}/train.h5" for c in spec.checkpoints],
+        normal_matrices=[results / f"normal_matrix/{c}.h5" for c in spec.checkpoints],
+        spec=spec.of_self_influence(),
+        code="code",
+        memory_mb=500,
+    )
+    return path
+
+
+def token_scores(
+    results: Path, study: Path, checkpoints: dict[str, Path], spec, experiment="mine", **more
+) -> Path:
+    """Return the file of the scores by token of a run with a projection."""
+    path = results / f"token_scores/{experiment}.h5"
+    compute_token_scores(
+        token_scores=path,
+        scores=results / f"scores/{experiment}.h5",
+        checkpoints=list(checkpoints.values()),
+        train_paths=[results / f"features/{c}/train.h5" for c in checkpoints],
+        targets_paths=[results / f"features/{c}/{experiment}.h5" for c in checkpoints],
+        normal_matrices=[results / f"normal_matrix/{c}.h5" for c in checkpoints],
+        spec=spec,
+        study_file=study,
+        **ON_CPU | more,
+    )
+    return path
 
 
 def changed(spec, **changes):

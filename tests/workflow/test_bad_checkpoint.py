@@ -266,17 +266,3 @@ def test_a_malicious_checkpoint_is_refused_without_running(workspace, tmp_path):
     output = workspace.fail("scores", text=text)
     assert re.search(r"Error: evil\.pt: a checkpoint must be a state dict", output)
     assert not (tmp_path / "ran").exists()
-
-
-def test_names_of_checkpoints_of_one_run_are_told(workspace, capsys):
-    """Until they have a run and a time."""
-    paths = {f"c{at}": f"net_epoch{at}.pt" for at in (3, 12)}
-    for path in paths.values():
-        save(workspace.path(path), net().state_dict())
-    check(workspace, {"checkpoints": paths})
-    (said,) = [line for line in capsys.readouterr().err.splitlines() if "Notice" in line]
-    assert "the names of net_epoch12.pt, net_epoch3.pt differ only in an epoch or a step" in said
-    assert 'as {"path": "net_epoch12.pt", "run": "run1", "at": 12}.' in said
-    entries = {f"c{at}": {"path": paths[f"c{at}"], "run": "run1", "at": at} for at in (3, 12)}
-    check(workspace, {"checkpoints": entries})
-    assert "Notice" not in capsys.readouterr().err
