@@ -359,15 +359,3 @@ def test_pictures_show_in_a_notebook():
     with refused("attribution.no_tokens"):
         made.tokens(made.score((images[:3], labels[:3])))
     assert shown.count('<img src="data:image/png') >= 9
-
-
-def test_exact_scores_may_use_the_whole_memory():
-    """The model that is kept for later calls needs little of it."""
-    x, y = torch.randn(1500, 2), torch.randint(2, (1500,))
-    small, large = (
-        Attributor(torch.nn.Linear(2, 2), "image_classification", projection="exact", memory_mb=mb)
-        for mb in (40, 70)
-    )
-    assert large.fit((x, y)).score((x[:2], y[:2])).frame.shape == (1500, 2)  # 24 n^2 bytes
-    with refused("config.memory", "exact scores from 1500 gradients", 40):
-        small.fit((x, y)).score((x[:2], y[:2]))

@@ -11,7 +11,6 @@ import torch
 import yaml
 from few_words import tokenizer, write
 from pipeline import read_scores, run_config, token_scores
-from refusals import preflight
 from refused import refused
 
 import trak_core
@@ -192,18 +191,6 @@ def check_tokens(results, line, capsys):
     assert data["targets"][0]["tokens"] == own["text"].tolist()
 
 
-def check_a_long_text(results, capsys):
-    """Its only field is too long for a column. The preflight and questions accept it."""
-    (study,) = results.glob("*_study_*.py")
-    whole = Path("asked.jsonl").read_text()
-    write(Path("asked.jsonl"), [{"text": f"grass {'x' * 300}"}])
-    more = {"model_output": "language_modelling", "questions": {"asked": "asked.jsonl"}}
-    preflight(study, {"asked": None}, **more)
-    main(["ask", "mine.yaml", "--target", "0"])
-    assert capsys.readouterr().out.startswith("0: grass")
-    Path("asked.jsonl").write_text(whole)
-
-
 def test_control_characters_are_not_printed(monkeypatch):
     """In names of classes, ids, columns and texts. A tab in a token is printed as a space."""
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
@@ -257,7 +244,6 @@ def test_texts_that_the_model_does_not_take_and_a_study_of_another_version(
     assert told.out.startswith("q: the sky is red\n") or "\nq: the sky is red\n" in told.out
     errors = [line for line in told.err.splitlines() if line.startswith("Error: ")]
     assert [error[:14] for error in errors] == [f"Error: line {n}:" for n in (1, 2, 3)]
-    check_a_long_text(results, capsys)
     (study,) = results.glob("*_study_*.py")
     study.rename(study.with_name("language_model_study_00000000.py"))
     with refused("queries.other_study", "language_model_study_00000000.py"):

@@ -265,25 +265,6 @@ def test_an_id_must_be_different_for_each_target_and_line(here, capsys):
     assert capsys.readouterr().err.count("Found 2, already used by target 2") == 2
 
 
-@pytest.mark.parametrize("end", [EOFError, KeyboardInterrupt])
-def test_typed_lines_end_by_ctrl_d_or_ctrl_c(here, monkeypatch, capsys, end):
-    typed = iter(['{"row": 400}', "", "what?"])
-
-    def type_line(prompt):
-        try:
-            return next(typed)
-        except StopIteration:
-            raise end from None
-
-    monkeypatch.setattr("builtins.input", type_line)
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    main(["ask", "mine.yaml", "--csv", "typed.csv"])
-    assert len(pd.read_csv("typed.csv")) == 10
-    err = capsys.readouterr().err
-    assert "line 3: " in err
-    assert err.endswith("\n\nwrote: typed.csv\n")  # after a line break, which was not typed
-
-
 def test_an_unfinished_or_changed_run_is_refused(tmp_path, monkeypatch):
     results = make_run(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -334,11 +315,8 @@ def test_an_unfinished_or_changed_run_is_refused(tmp_path, monkeypatch):
     [
         (["--file", "none.jsonl"], "command.no_file", "none.jsonl"),
         (["--html", "results"], "command.no_output_folder", "results"),
-        (["--csv", "none/out.csv"], "command.no_output_folder", "none/out.csv"),
         (["--csv", "a.x", "--html", "./a.x"], "command.output_again", "a.x"),
-        (["--csv", "mine.yaml"], "command.output_again", "mine.yaml"),
         (["--file", "asked.jsonl", "--csv", "linked.csv"], "command.output_again", "linked.csv"),
-        (["--html", "patients.py"], "command.output_of_run", "patients.py"),
         (["--html", "linked.pt"], "command.output_of_run", "linked.pt"),
         (["--html", "results/answers.html"], "command.output_of_run", "results/answers.html"),
         (["--top", "0"], "command.top", "0"),

@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from oracle import projected
 from pipeline import ON_CPU, features_spec
 from refused import refused
 from torch.nn.functional import cross_entropy
@@ -12,8 +13,7 @@ from torch.nn.functional import cross_entropy
 from trak_core.artifacts import FEATURES, open_artifact
 from trak_core.attribution.sample_outputs import model_output
 from trak_core.errors import InputError
-from trak_core.projection.reference import projection_matrix
-from trak_core.settings import NormalSpec, ProjectionSpec, matrix_shape, stream_of
+from trak_core.settings import NormalSpec
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.compute_scores import compute_normal_matrix
 from trak_core.study.dataset_split import Split
@@ -111,12 +111,8 @@ class Case:
             rows.append(torch.cat([g.flatten() for g in gradients]))
             outputs.append(f.item())
             weights.append(q.item())
-        gradients = torch.stack(rows).numpy()
-        shapes = [matrix_shape(p.shape) for p in parameters] if kind == "tensor_sketch" else None
-        sizes = {"n_params": gradients.shape[1], "proj_dim": PROJ_DIM, "shapes": shapes}
-        spec = ProjectionSpec(kind=kind, **sizes, seed=0, stream=stream_of("c0"))
-        projected = gradients @ projection_matrix(spec).astype(np.float64) * spec.scale
-        return projected, np.array(outputs), np.array(weights)
+        features = projected(torch.stack(rows).numpy(), PROJ_DIM, kind, parameters=parameters)
+        return features, np.array(outputs), np.array(weights)
 
 
 def read(file):

@@ -247,8 +247,3 @@ def test_removals_by_a_list_have_charts(results):
     charts = [image["alt"] for image in shown.all("img")]
     assert "Accuracy: accuracy against training examples trained on" in charts
     assert "Loss: loss against training examples trained on" in charts
-    whole = summary.loc[summary["subset"] == "everything", :]
-    artifact(path, REMOVALS, about, trainings, summary=whole, targets=whole)
-    shown = page_of(results, removals=[path], asked=asked)
-    assert shown.row("loss, all training examples") == ["all", "0.5", "0.375", "0.625"]
-    assert not [image for image in shown.all("img") if "Loss" in image["alt"]]

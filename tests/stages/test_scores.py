@@ -18,7 +18,6 @@ from trained_cases import assert_close
 from trak_core.artifacts import CHECKPOINT_SCORES, SCORES, open_artifact, scaled_integers
 from trak_core.attribution.device import find_device
 from trak_core.attribution.project_gradients import QueuedFeatures, projecting_device, stored_rows
-from trak_core.attribution.sample_outputs import warn_of_saturation
 from trak_core.errors import InputError
 from trak_core.gradients import Variety
 from trak_core.projection.cuda import project as project_cuda
@@ -341,17 +340,6 @@ def test_many_gradients_of_zero_have_a_warning(capsys):
         seen = Variety()
         seen.add(same)
         seen.check("targets", must_differ=must_differ)
-
-
-def test_a_warning_if_most_training_samples_have_tiny_loss_weights(capsys):
-    """Not for regression, whose loss weights have the unit of the label."""
-    for weights, output, warns in (
-        ([1e-4, -1e-5, 0.3], "image_classification", True),
-        ([1e-4, 0.2, 0.3], "image_classification", False),
-        ([1e-4, -1e-5, 0.3], "regression", False),
-    ):
-        warn_of_saturation(torch.tensor(weights), output)
-        assert ("Warning: 67% of the training samples" in capsys.readouterr().out) is warns
 
 
 def test_a_missing_gpu_or_numba_cuda_is_an_error_before_any_gradient(monkeypatch):

@@ -17,11 +17,13 @@ drawn = torch.Generator().manual_seed(0)
 sizes = torch.randint(3, 9, (N,), generator=drawn).tolist()
 texts = [torch.randint(9, (size,), generator=drawn) for size in sizes]
 
+size = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 8, "vocab_size": 9}
+tokens = {"bos_token_id": None, "eos_token_id": None, "loss_type": "ForCausalLM"}
+config = GPT2Config(**size, **tokens)
+
 def make_model():
     torch.manual_seed(0)
-    size = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 8, "vocab_size": 9}
-    tokens = {"bos_token_id": None, "eos_token_id": None, "loss_type": "ForCausalLM"}
-    return GPT2LMHeadModel(GPT2Config(**size, **tokens))
+    return GPT2LMHeadModel(config)
 
 def samples(chosen):
     return [{"input_ids": text, "labels": text} for text in chosen]
@@ -112,9 +114,7 @@ for i, text in enumerate(texts):
     text[0] = 8 if i in (11, 12) else i % 8
 
 def make_model():
-    size = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 8, "vocab_size": 9}
-    tokens = {"bos_token_id": None, "eos_token_id": None, "loss_type": "ForCausalLM"}
-    return Stopped(GPT2Config(**size, **tokens))
+    return Stopped(config)
 """
 
 

@@ -4,18 +4,19 @@ import re
 from dataclasses import replace
 from urllib.parse import quote
 
+import numpy as np
 import pandas as pd
 import pytest
 from in_browser import CHROMIUM, in_browser
 from linear_study import SPEC, with_two_checkpoints
-from pipeline import ON_CPU, averaged, run_stages, scores_spec, self_influence
+from pipeline import ON_CPU, averaged, run_stages, scores_spec
 from report_page import Page
 from reported import CODES, DRAW, HOSTILE, STUDY, TARGETS, check_alone, study_with
 
 from trak_core.artifacts import ArtifactError
 from trak_core.runtime.files import write_csv
 from trak_core.stages.compute_features import compute_features
-from trak_core.stages.compute_scores import compute_scores
+from trak_core.stages.compute_scores import compute_scores, compute_self_influence
 from trak_core.stages.draw_influences import show_list
 from trak_core.stages.retrain import listed_rows
 from trak_core.stages.write_list import _write, find_duplicates, write_list
@@ -92,6 +93,31 @@ def test_lists_are_sorted_by_the_table_of_scores(finished, tmp_path):
         write_list(**given, spec=spec, self_influence=[features], kind="suspects")
 
 
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("larger_is_better", [True, False, None])
+def test_help_and_harm_need_larger_is_better(tmp_path, larger_is_better, shards):
+    """A user-defined output has help and harm only if the config sets `larger_is_better`."""
+    study, checkpoints, targets = with_two_checkpoints(tmp_path)
+    function = "def f(returned, label):\n    return -(returned[0] - label).square() / 2\n"
+    study.write_text(f"{study.read_text()}\n\n{function}")
+    given = {"model_output": f"{study}:f", "damping": 2}
+    words = {} if larger_is_better is None else {"larger_is_better": larger_is_better}
+    words["function"] = given["model_output"]
+    more = {"output_words": words, "shards": shards}
+    path = run_stages(tmp_path, study, checkpoints, targets, **more, **given)
+    spec = scores_spec(checkpoints, targets, **given)
+    train = pd.read_hdf(path, "train")
+    if larger_is_better:
+        scores = pd.read_hdf(path, "scores").to_numpy(np.float64)
+        np.testing.assert_allclose(train["harm"], np.maximum(-scores, 0).mean(axis=1), rtol=1e-5)
+        assert pd.read_hdf(path, "targets")["improves"].tolist() == [1, 1, 1]
+        asked = {"listed": tmp_path / "a.csv", "scores": path, "spec": spec, "code": "code"}
+        write_list(**asked, kind="drop")
+        return
+    assert not {"help", "harm"} & set(train)
+    assert "improves" not in pd.read_hdf(path, "targets")
+
+
 def test_a_list_of_other_scores_is_refused(finished, tmp_path):
     folder, path, spec = finished
     given = {"listed": tmp_path / "list.csv", "scores": path, "code": "code"}
@@ -100,8 +126,16 @@ def test_a_list_of_other_scores_is_refused(finished, tmp_path):
         match = rf"{path.name}: .*{next(iter(changes))}.*rule {rule}\b"
         with pytest.raises(ArtifactError, match=match):
             write_list(**given, spec=replace(spec, **changes), kind="drop")
-    influences = self_influence(folder, replace(spec, damping=3))
-    message = r"self_influence\.h5: .*damping.*rule compute_self_influence"
+    influences = tmp_path / "self.h5"
+    compute_self_influence(
+        self_influence=influences,
+        features=[folder / f"features/{c}/train.h5" for c in spec.checkpoints],
+        normal_matrices=[folder / f"normal_matrix/{c}.h5" for c in spec.checkpoints],
+        spec=replace(spec, damping=3).of_self_influence(),
+        code="code",
+        memory_mb=500,
+    )
+    message = r"self\.h5: .*damping.*rule compute_self_influence"
     with pytest.raises(ArtifactError, match=message):
         write_list(**given, spec=spec, self_influence=[influences], kind="suspects")
 

@@ -20,7 +20,6 @@ from trak_core.stages.compute_scores import (
     compute_exact_scores,
     compute_normal_matrix,
     compute_scores,
-    compute_self_influence,
 )
 from trak_core.stages.compute_token_scores import compute_token_scores
 from trak_core.stages.join_shards import join_shards
@@ -271,20 +270,6 @@ def averaged(
         **sharded,
     )
     return scores
-
-
-def self_influence(results: Path, spec) -> Path:
-    """Return the file of self-influences of a run with a projection."""
-    path = results / "self_influence.h5"
-    compute_self_influence(
-        self_influence=path,
-        features=[results / f"features/{c}/train.h5" for c in spec.checkpoints],
-        normal_matrices=[results / f"normal_matrix/{c}.h5" for c in spec.checkpoints],
-        spec=spec.of_self_influence(),
-        code="code",
-        memory_mb=500,
-    )
-    return path
 
 
 def token_scores(

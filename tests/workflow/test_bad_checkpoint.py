@@ -214,27 +214,6 @@ def test_all_bad_checkpoints_are_told_of_before_any_job(workspace):
     assert workspace.would_run()
 
 
-def test_the_start_says_which_state_dicts_are_taken_and_others_can_be(workspace, capsys):
-    """One file serves as several checkpoints; a choice is looked at when it changes."""
-    states = {key: net().state_dict() for key in ("model", "model_ema")}
-    for name in ("c1.pt", "c2.pt"):
-        save(workspace.path(name), {**states, "epoch": 3})
-    paths = {"a": "c1.pt", "b": "c2.pt", "c": {"path": "c2.pt", "state_dict": "model_ema"}}
-    check(workspace, {"checkpoints": paths})
-    said = [line for line in capsys.readouterr().err.splitlines() if "Notice" in line]
-    assert said == [
-        "Notice: c1.pt, c2.pt: the weights under `model` are used. The file also contains "
-        "weights under `model_ema`. To use them, set `state_dict` for the checkpoint in the config."
-    ]
-    for name in ("a", "b"):
-        paths[name] = {"path": "c1.pt", "state_dict": "model"}
-    check(workspace, {"checkpoints": paths})
-    assert "Notice" not in capsys.readouterr().err
-    paths["a"]["state_dict"] = "ema"
-    with refused("config.preflight", "c1.pt", "Found no ema, but weights under model, model_ema."):
-        check(workspace, {"checkpoints": paths})
-
-
 def test_a_job_takes_the_state_dict_that_its_checkpoint_says(workspace, tmp_path):
     states = {key: net().state_dict() for key in ("model", "model_ema")}
     save(both := tmp_path / "both.pt", states)

@@ -4,9 +4,7 @@ import copy
 import re
 import shutil
 import subprocess
-import zipfile
 from functools import partial
-from pathlib import Path
 
 import h5py
 import numpy as np
@@ -51,22 +49,6 @@ def test_tables_of_an_evaluation_miss_no_value(evaluated):
         "noise_ceiling",
     ]
     assert pd.read_hdf(results / "retrained/20-26.h5", "masks").shape == (7, 150)
-
-
-def test_snakemakes_own_report_carries_pages_and_figures(study):
-    status, output = study.snakemake("all", "--report", "all.zip")
-    assert status == 0, output
-    with zipfile.ZipFile(study.path("all.zip")) as packed:
-        carried = {
-            Path(name).name: packed.read(name) for name in packed.namelist() if "/data/" in name
-        }
-    pages = {
-        **{"few.png": "figures", "few.html": "answers"},
-        **{"drop.html": "lists", "report.html": ""},
-    }
-    assert set(carried) == set(pages)
-    for name, folder in pages.items():
-        assert carried[name] == (study.path("results") / folder / name).read_bytes(), name
 
 
 CHANGES = {

@@ -15,7 +15,7 @@ import yaml
 from few_words import WORDS, ids, tokenizer, write
 from pages import blocks, run_code
 from pipeline import run_config
-from read_only import linux_alone, read_only, run_as_reader
+from read_only import check_reader, linux_alone
 from refused import refused
 from workspace import REPOSITORY, Workspace
 
@@ -133,21 +133,14 @@ def test_a_colleague_s_results_are_asked_as_they_are(study):
     trak = ["-m", "trak_core.command.main", "ask"]
     other = "study_arguments={texts: train.jsonl, max_tokens: 2}"
     written = "Found Permission denied at results-texts/language_model_study_"
-    results = study.path("results-texts")
-    with read_only(results):
-        before = {path: path.stat().st_mtime_ns for path in results.rglob("*")}
-        for arguments, status, said in (
-            ([*call, "-n"], 0, "Nothing to be done"),
-            (call, 0, "Nothing to be done"),
-            ([*trak, "study.yaml", "--file", "asked.jsonl"], 0, "0: the sky is red"),
-            (["-c", ask], 0, "3 scores"),
-            ([*call, "-n", "--config", other], 1, written),
-        ):
-            ended, output = run_as_reader(*arguments, cwd=study.folder)
-            assert (ended, said in output) == (status, True), output
-            assert "Traceback" not in output
-        now = {path: path.stat().st_mtime_ns for path in results.rglob("*")}
-        assert now == before
+    calls = [
+        ([*call, "-n"], 0, "Nothing to be done"),
+        (call, 0, "Nothing to be done"),
+        ([*trak, "study.yaml", "--file", "asked.jsonl"], 0, "0: the sky is red"),
+        (["-c", ask], 0, "3 scores"),
+        ([*call, "-n", "--config", other], 1, written),
+    ]
+    check_reader(study.path("results-texts"), study.folder, calls)
 
 
 def test_init_writes_the_page_s_config_which_is_the_one_that_is_run_above(
