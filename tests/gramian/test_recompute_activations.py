@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gramians import assert_equal, gramian_of
+from pipeline import ON_CPU, features_spec
 from refused import refused
 from torch import nn
 
@@ -29,7 +30,6 @@ from trak_core.gradients import (
 )
 from trak_core.gradients.recompute_activations import Recomputation
 from trak_core.model_outputs.supervised import CLASSIFICATION
-from trak_core.settings import FeaturesSpec
 from trak_core.stages.compute_features import compute_features
 from trak_core.study.study import Study
 
@@ -305,16 +305,7 @@ target_data = train_data
 """
 
 
-SPEC = FeaturesSpec(
-    model_output="image_classification",
-    parameter_patterns=None,
-    projection={"kind": "rademacher", "proj_dim": 32, "seed": 0},
-    checkpoint="c0",
-    split="train",
-    dtype="float32",
-    study_digest="digest",
-    targets_digest=None,
-)
+SPEC = features_spec("image_classification", 32)
 
 
 def write_study(folder, n):
@@ -349,11 +340,7 @@ def test_features_of_a_sample_that_needs_too_much_memory(tmp_path, capfd):
             checkpoint=tmp_path / "c0.pt",
             study_file=tmp_path / "study.py",
             spec=SPEC,
-            code="code",
-            device="cpu",
-            batch_size=64,
-            memory_mb=memory_mb,
-            threads=1,
+            **ON_CPU | {"memory_mb": memory_mb},
         )
         said = capfd.readouterr().out
         assert ("24 Block" in said) == (memory_mb == 24)

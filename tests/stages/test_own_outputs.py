@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from pages import blocks
-from pipeline import read_scores, run_exact_stages, run_stages
+from pipeline import EXACTLY, features_spec, read_scores, run_exact_stages, run_stages
 from refused import refused
 from sklearn.datasets import load_digits
 from torch import nn
@@ -41,7 +41,6 @@ from trak_core.model_outputs.about_outputs import TABLE, output_name
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.model_output import ModelOutput, over_samples, own_output
 from trak_core.model_outputs.supervised import REGRESSION
-from trak_core.settings import FeaturesSpec
 from trak_core.study.study import Study
 
 REPOSITORY = Path(__file__).parents[2]
@@ -123,13 +122,7 @@ def close(found, expected):
 @pytest.mark.parametrize("name", BY_HAND)
 def test_f_and_gradients_by_autograd_in_one_pass(name, trained, capsys):
     study, checkpoint = trained[name]
-    spec = FeaturesSpec(
-        model_output=config_of(name)["model_output"]["function"],
-        parameter_patterns=None,
-        projection={"kind": "exact"},
-        dtype="float64",
-        study_digest="",
-    )
+    spec = features_spec(config_of(name)["model_output"]["function"], **EXACTLY)
     made = Study.load(study.path)
     loaded = LoadedModel.of_study(made, checkpoint, spec, CPU)
     split = made.split("train", None)

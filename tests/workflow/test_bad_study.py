@@ -7,8 +7,7 @@ import time
 import psutil
 import pytest
 from refusals import STUDY, as_text, check, message, preflight, refuse
-
-from trak_core.errors import InputError
+from refused import refused
 
 DATA = "return TensorDataset(x[:342], y[:342])"
 NOISY = """class Noisy(tuple):
@@ -24,46 +23,42 @@ RARELY_NOISY = """class TensorDataset(TensorDataset):
         inputs, label = super().__getitem__(index)
         return inputs + torch.randn(10) * (index == 341), label
 """
-ENDS = r"must end without an error\. Found"
-# A text of the good study, what stands in its place, and the refusal.
+# A text of the good study, what stands in its place, the error's code, and what it names.
 STUDIES = {
     "no model function": (
         *("def make_model", "def build_model"),
-        r"the study must define a function make_model\(\)\. Found build_model, train_data",
+        *("study.no_function", "make_model()", "build_model, train_data"),
     ),
     "model function returns no model": (
         *("return nn.Sequential(", "return len, (nn.Sequential, "),
-        r"make_model\(\) must return a torch\.nn\.Module\. Found tuple",
+        *("study.model_type", "make_model()", "Found tuple"),
     ),
-    "no data": ("x[:342], y[:342]", "x[:0], y[:0]", r"train_data\(\) must return at least one"),
+    "no data": ("x[:342], y[:342]", "x[:0], y[:0]", "study.no_samples", "train_data()"),
     "data fails": (
         *(DATA, "return open('gone.csv')"),
-        rf"train_data\(\) {ENDS} FileNotFoundError: .*gone\.csv",
+        *("study.failed", "train_data()", "FileNotFoundError", "gone.csv"),
     ),
     "label not finite": (
         *("in (x, y))\n\n", "in (x, y))\ny[7] = float('nan')\n"),
-        r"train_data\(\): Labels must be finite numbers\. Found nan in sample 7",
+        *("gradients.label_value", "train_data()", "nan in sample 7"),
     ),
-    "ids twice": (*("patient-{i}", "patient-{i // 2}"), r"target_ids\(\) must contain unique ids"),
-    "ids with a null byte": (
-        *("patient-{i}", "patient-{i}\\0"),
-        r"strings of 1 to 255 bytes, but not the string nan\. Found 'patient-342\\x00'",
-    ),
+    "ids twice": ("patient-{i}", "patient-{i // 2}", "study.ids", "target_ids()"),
+    "ids with a null byte": ("patient-{i}", "patient-{i}\\0", "study.ids", r"'patient-342\x00'"),
     "samples change": (
-        *("return TensorDataset(x[:342], y[:342])", "return [Noisy()] * 4\n\n\n" + NOISY),
-        r"must be the same whenever it is read\. Found two versions of 0, .* augmentation",
+        *(DATA, "return [Noisy()] * 4\n\n\n" + NOISY),
+        *("study.random_samples", "two versions of 0"),
     ),
     "one sample of many changes": (
         *(DATA, DATA + "\n\n\n" + RARELY_NOISY),
-        r"Found two versions of 341, when 32 samples were read twice\. Remove random steps",
+        *("study.random_samples", "two versions of 341"),
     ),
     "sample does not fit the model": (
         *("nn.Linear(10, 32)", "nn.Linear(11, 32)"),
-        r"called with one sample of \(1, 10\) float32, .* dtype float32\. Found RuntimeError",
+        *("gradients.model_call", "(1, 10) float32", "RuntimeError"),
     ),
     "study leaves Python": (
         *("import torch\n", "import torch\nimport sys\nsys.exit(0)\n"),
-        rf"the study's file {ENDS} SystemExit: 0",
+        *("study.failed", "SystemExit: 0"),
     ),
 }
 
@@ -77,28 +72,12 @@ def edited(workspace, name, old, new):
     return path
 
 
-CODES = {
-    **dict.fromkeys(("data fails", "study leaves Python"), "study.failed"),
-    "no model function": "study.no_function",
-    "model function returns no model": "study.model_type",
-    "no data": "study.no_samples",
-    "label not finite": "gradients.label_value",
-    "ids twice": "study.ids",
-    "ids with a null byte": "study.ids",
-    **dict.fromkeys(("samples change", "one sample of many changes"), "study.random_samples"),
-}
-
-
 @pytest.mark.parametrize("name", STUDIES)
 def test_bad_study(workspace, name):
-    old, new, expected = STUDIES[name]
+    old, new, code, *values = STUDIES[name]
     path = edited(workspace, name, old, new)
-    with pytest.raises(InputError) as error:
+    with refused(code, str(path), *values):
         preflight(path, {"train": None, "mine": ["patient-342"]})
-    found = " ".join(str(error.value).split())
-    assert re.search(expected, found)
-    assert str(path) in found
-    assert error.value.code == CODES.get(name, error.value.code)
 
 
 def test_a_study_that_crashes(workspace):
