@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from linear_study import with_two_checkpoints
-from pipeline import EXACTLY, averaged, read_scores, run_exact_stages, run_stages, scores_spec
+from pipeline import averaged, read_scores, run_stages, scores_spec
 
 from trak_core.artifacts import ArtifactError, verify
 from trak_core.dependency_digests import content_digest
@@ -18,9 +18,8 @@ GROUPS = (["target-3", "target-1", "target-7"], ["target-0", "target-9"])
 
 
 def scored(folder, way, study, checkpoints, targets, made=None):
-    if way == "exact":
-        return run_exact_stages(folder, study, checkpoints, targets, **SETTINGS)
-    return run_stages(folder, study, checkpoints, targets, **SETTINGS, keep=way, made=made)
+    how = {"proj_dim": None} if way == "exact" else {"keep": way, "made": made}
+    return run_stages(folder, study, checkpoints, targets, **SETTINGS, **how)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +35,7 @@ def full(tmp_path_factory):
 def contrast_of(folder, scores, way, checkpoints, phis=()):
     """Return scores of the difference of means, and a function that makes one checkpoint's."""
     specs = [
-        scores_spec(checkpoints, own, **SETTINGS, **(EXACTLY if way == "exact" else {}))
+        scores_spec(checkpoints, own, **SETTINGS, proj_dim=None if way == "exact" else 8)
         for own in GROUPS
     ]
     digest = content_digest("mean", *(("mine", spec.targets_digest) for spec in specs))

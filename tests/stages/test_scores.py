@@ -1,6 +1,6 @@
 """The stages, end to end in one process, against an independent float64 implementation."""
 
-from functools import cache, partial
+from functools import cache
 from importlib.metadata import version
 
 import h5py
@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import torch
 from linear_study import SPEC, with_two_checkpoints
-from pipeline import averaged, read_scores, run_exact_stages, run_stages
+from pipeline import averaged, read_scores, run_stages
 from refused import refused
 from scipy.stats import spearmanr
 from trained_cases import assert_close
@@ -305,9 +305,8 @@ def test_gradients_without_information_are_refused(digits, tmp_path, code, proj_
             bad = digits.spoiled(tmp_path / "bad.pt", lambda state: state["8.weight"].zero_())
             digits.stages(results, checkpoints=bad, proj_dim=proj_dim, parameters=["0.*"])
         study, checkpoints, targets = with_two_checkpoints(tmp_path)
-        run = run_exact_stages if proj_dim is None else partial(run_stages, proj_dim=proj_dim)
-        given = results, study, checkpoints, targets
-        run(*given, model_output="regression", parameters=["bias"])
+        given = {"model_output": "regression", "parameters": ["bias"], "proj_dim": proj_dim}
+        run_stages(results, study, checkpoints, targets, **given)
     assert not list(results.rglob("*.h5*"))
 
 

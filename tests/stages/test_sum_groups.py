@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from linear_study import with_two_checkpoints
 from pages import follow
-from pipeline import EXACTLY, averaged, read_scores, run_exact_stages, run_stages, scores_spec
+from pipeline import averaged, read_scores, run_stages, scores_spec
 
 from trak_core.config.memory_needs import GroupsNeed
 from trak_core.stages.sum_groups import sum_groups
@@ -30,13 +30,14 @@ def made(tmp_path_factory):
     run_stages(folder / "full", study, checkpoints, targets, **SETTINGS)
     kept = {"made": folder / "full", "keep": "top_k"}
     run_stages(folder / "top_k", study, checkpoints, targets, **SETTINGS, **kept)
-    run_exact_stages(folder / "exact", study, checkpoints, targets, **SETTINGS)
+    run_stages(folder / "exact", study, checkpoints, targets, **SETTINGS, proj_dim=None)
     return folder, study, checkpoints, targets
 
 
 def summed(made, way, group_by=("annotator",), memory_mb=500) -> Path:
     folder, study, checkpoints, targets = made
-    spec = scores_spec(checkpoints, targets, **SETTINGS, **(EXACTLY if way == "exact" else {}))
+    proj_dim = None if way == "exact" else 8
+    spec = scores_spec(checkpoints, targets, **SETTINGS, proj_dim=proj_dim)
     parts = [folder / way / f"scores/mine/{c}.h5" for c in checkpoints]
     phis = [folder / f"full/features/{c}/train.h5" for c in checkpoints] if way == "top_k" else []
     scores = folder / way / "scores/with_columns.h5"

@@ -1,7 +1,9 @@
 """Run the stages of a study in one process, as the workflow would, and return its scores file."""
 
+from collections.abc import Callable
 from contextlib import chdir
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -37,7 +39,7 @@ def scores_spec(
     *,
     model_output: str,
     kind: str = "rademacher",
-    proj_dim: int = 8,
+    proj_dim: int | None = 8,
     seed: int = 0,
     projection: dict | None = None,
     damping: float = 2,
@@ -48,8 +50,13 @@ def scores_spec(
     runs: dict[str, list[str]] | None = None,
     **features,
 ) -> ScoresSpec:
-    """What decides the scores of experiment `mine`; each checkpoint is a run if none are given."""
+    """What decides the scores of experiment `mine`; each checkpoint is a run if none are given.
+
+    Without a ``proj_dim`` the scores are exact.
+    """
     is_probability = about_output(model_output).weight_is_probability
+    if proj_dim is None:
+        projection, features = {"kind": EXACT}, {"dtype": "float64", **features}
     everywhere = {
         "projection": projection or {"kind": kind, "proj_dim": proj_dim, "seed": seed},
         "checkpoint": None,
@@ -114,35 +121,29 @@ def run_stages(
     """
     job = {"code": "code", "memory_mb": memory_mb}
     spec = scores_spec(checkpoints, targets, **settings)
+    kind, stage = stage_of(spec)
     checkpoint_scores, train_features = [], []
     for checkpoint, path in sorted(checkpoints.items()):
-        own, folder = spec.under(checkpoint), (made or results) / "features" / checkpoint
+        own, folder = spec.under(checkpoint), (made or results) / kind / checkpoint
         train, target = folder / "train.h5", folder / "mine.h5"
         numbers = range(1, shards + 1)
         parts = [train] if shards == 1 else [folder / f"train-{i}.h5" for i in numbers]
         files = [(part, own.of_train(), None, i) for i, part in enumerate(parts, start=1)]
-        if made is None:
-            for file, features_of, ids, number in [*files, (target, own.of_targets(), targets, 1)]:
-                compute_features(
-                    features=file,
-                    checkpoint=path,
-                    study_file=study,
-                    spec=features_of,
-                    targets=ids,
-                    shard=number,
-                    n_shards=1 if file == target else shards,
-                    **ON_CPU | job | {"batch_size": batch_size},
-                )
+        files.append((target, own.of_targets(), targets, 1))
+        for file, of_file, ids, number in files if made is None else ():
+            is_shard = shards > 1 and file != target
+            stage(
+                **{kind: file},
+                checkpoint=path,
+                study_file=study,
+                spec=of_file,
+                targets=ids,
+                **({"shard": number, "n_shards": shards} if is_shard else {}),
+                **ON_CPU | job | {"batch_size": batch_size},
+            )
         if shards > 1:
             join_shards(features=train, shards=parts, spec=own.of_train(), code="code")
-        matrix = results / "normal_matrix" / f"{checkpoint}.h5"
-        compute_normal_matrix(
-            normal_matrix=matrix, features=train, spec=own.of_normal_matrix(), **job
-        )
-        scores = results / "scores/mine" / f"{checkpoint}.h5"
-        inputs = {"train_path": train, "targets_path": target, "normal_matrix": matrix}
-        compute_scores(scores=scores, **inputs, spec=own, keep=keep, **job)
-        checkpoint_scores.append(scores)
+        checkpoint_scores.append(solved(results, checkpoint, folder, own, keep, **job))
         train_features.append(train)
     features = train_features if keep == "top_k" else []
     ways = {"top": top, "memory_mb": memory_mb, "output_words": output_words}
@@ -155,38 +156,28 @@ def run_stages(
     return averaged(scores, checkpoint_scores, spec, given, **ways, shards=parts)
 
 
-def run_exact_stages(
-    results: Path,
-    study: Path,
-    checkpoints: dict[str, Path],
-    targets: list,
-    *,
-    batch_size: int = 64,
-    memory_mb: int = 500,
-    made: Path | None = None,
-    **settings,
-) -> Path:
-    """The same without a projection; ``made`` has the Gramians."""
-    job = {"code": "code", "memory_mb": memory_mb}
-    spec = scores_spec(checkpoints, targets, **EXACTLY | settings)
-    checkpoint_scores = []
-    for checkpoint, path in sorted(checkpoints.items()):
-        own, folder = spec.under(checkpoint), (made or results) / "gramian" / checkpoint
-        train, target = folder / "train.h5", folder / "mine.h5"
-        splits = (train, own.of_train(), None), (target, own.of_targets(), targets)
-        for file, gramian_of, ids in splits if made is None else ():
-            compute_gramian(
-                gramian=file,
-                checkpoint=path,
-                study_file=study,
-                spec=gramian_of,
-                targets=ids,
-                **ON_CPU | job | {"batch_size": batch_size},
-            )
-        scores = results / "scores/mine" / f"{checkpoint}.h5"
-        compute_exact_scores(scores=scores, train_path=train, targets_path=target, spec=own, **job)
-        checkpoint_scores.append(scores)
-    return averaged(results / "scores/mine.h5", checkpoint_scores, spec, memory_mb=memory_mb)
+run_exact_stages = partial(run_stages, proj_dim=None)
+
+
+def stage_of(spec: ScoresSpec) -> tuple[str, Callable]:
+    """Return the name of what is computed from gradients, and the stage that computes it."""
+    if spec.features.projection["kind"] == EXACT:
+        return "gramian", compute_gramian
+    return "features", compute_features
+
+
+def solved(results: Path, checkpoint: str, folder: Path, spec: ScoresSpec, keep="full", **job):
+    """Return the file of scores under one checkpoint, from the features or Gramians of a folder."""
+    scores = results / f"scores/{spec.experiment}/{checkpoint}.h5"
+    train, target = folder / "train.h5", folder / f"{spec.experiment}.h5"
+    given = {"scores": scores, "train_path": train, "targets_path": target, "spec": spec}
+    if stage_of(spec)[1] is compute_gramian:
+        compute_exact_scores(**given, **job)
+        return scores
+    matrix = results / f"normal_matrix/{checkpoint}.h5"
+    compute_normal_matrix(normal_matrix=matrix, features=train, spec=spec.of_normal_matrix(), **job)
+    compute_scores(**given, normal_matrix=matrix, keep=keep, **job)
+    return scores
 
 
 def run_config(config_file: Path) -> Path:
@@ -203,14 +194,12 @@ def run_config(config_file: Path) -> Path:
         record_config(specs.config, results)
         job = {"code": "code", "memory_mb": 500}
         for name, about in specs.checkpoints.items():
-            own = results / ("features" if specs.is_projected else "gramian") / name
-            matrix, stage = results / f"normal_matrix/{name}.h5", compute_features
-            if not specs.is_projected:
-                stage = compute_gramian
+            kind = "features" if specs.is_projected else "gramian"
+            stage = compute_features if specs.is_projected else compute_gramian
             for split in (TRAIN, *specs.experiments):
                 question = specs.questions.get(split)
                 stage(
-                    **{stage.__name__.removeprefix("compute_"): own / f"{split}.h5"},
+                    **{kind: results / f"{kind}/{name}/{split}.h5"},
                     checkpoint=Path(about.path),
                     study_file=Path(config["study"]),
                     spec=specs.features(name, split),
@@ -218,22 +207,9 @@ def run_config(config_file: Path) -> Path:
                     question=question and Path(question),
                     **ON_CPU,
                 )
-            if specs.is_projected:
-                spec = specs.normal_matrix(name)
-                compute_normal_matrix(
-                    normal_matrix=matrix, features=own / "train.h5", spec=spec, **job
-                )
             for experiment in specs.experiments:
-                given = {
-                    "scores": results / f"scores/{experiment}/{name}.h5",
-                    "train_path": own / "train.h5",
-                    "targets_path": own / f"{experiment}.h5",
-                    "spec": specs.checkpoint_scores(experiment, name),
-                }
-                if not specs.is_projected:
-                    compute_exact_scores(**given, **job)
-                else:
-                    compute_scores(**given, normal_matrix=matrix, keep="full", **job)
+                spec = specs.checkpoint_scores(experiment, name)
+                solved(results, name, results / kind / name, spec, **job)
         for experiment in specs.experiments:
             parts = [results / f"scores/{experiment}/{name}.h5" for name in specs.checkpoints]
             final = results / f"scores/{experiment}.h5"
