@@ -161,7 +161,7 @@ run_exact_stages = partial(run_stages, proj_dim=None)
 
 def stage_of(spec: ScoresSpec) -> tuple[str, Callable]:
     """Return the name of what is computed from gradients, and the stage that computes it."""
-    if spec.features.projection["kind"] == EXACT:
+    if spec.features.projection.get("kind") == EXACT:  # absent where a config has the default
         return "gramian", compute_gramian
     return "features", compute_features
 
