@@ -80,7 +80,7 @@ REFUSALS = {
     "config.key_twice": {"a key twice": (GIVEN_TWICE, "'c0'", "4 and 6")},
     "config.octal": {
         name: (as_text({}) + f"data_files: [{value}]\n".encode(), value, number)
-        for name, value, number in (("base 8", "0123", 83),)
+        for name, value, number in (("base 8", "0123", 83), ("base 60", "12:30", 750))
     },
     "config.text_name": {"a name that is a number": (experiment(2024), "experiments", 2024)},
     "config.plain_value": {"a date": (at("training.start", DATE), "training.start", repr(DATE))},
