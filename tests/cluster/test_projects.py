@@ -128,10 +128,3 @@ def test_deployed_and_pinned_to_a_tag(local, tmp_path):
     assert ran == SCORED, output
     assert artifacts_in(deployed / "results") == local
     assert run(deployed, "--dry-run", "scores")[0] == {}
-
-
-def test_the_catalog_finds_the_workflow():
-    described = yaml.safe_load((REPOSITORY / ".snakemake-workflow-catalog.yml").read_text())
-    assert described["usage"]["software-stack-deployment"] == {"conda": True}
-    assert (REPOSITORY / "workflow/Snakefile").is_file()
-    assert (REPOSITORY / "config/README.md").is_file()

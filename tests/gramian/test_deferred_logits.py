@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gramians import gramian_of
+from gramians import assert_equal, gramian_of
 from torch import nn
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -116,13 +116,6 @@ def features_of(given, kind):
 
 def close(values, expected):
     torch.testing.assert_close(values, expected, rtol=0, atol=2e-6 * float(expected.abs().max()))
-
-
-def assert_equal(values, expected):
-    for a, b in zip(values.columns(), expected.columns(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    for name, gradient in values.gradients.items():
-        torch.testing.assert_close(gradient, expected.gradients[name], rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.usefixtures("float64")

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from gramians import gramian_of
+from gramians import assert_equal, gramian_of
+from pipeline import ON_CPU, features_spec
 from refused import refused
 from torch import nn
 
@@ -27,10 +28,8 @@ from trak_core.gradients import (
     sample_memory,
     select_parameters,
 )
-from trak_core.gradients.batch_size import TooMuchMemoryError
 from trak_core.gradients.recompute_activations import Recomputation
 from trak_core.model_outputs.supervised import CLASSIFICATION
-from trak_core.settings import FeaturesSpec
 from trak_core.stages.compute_features import compute_features
 from trak_core.study.study import Study
 
@@ -161,28 +160,12 @@ class HandsOn(Model):
         return self.head((state["x"] if is_dict else state.x).mean(1))
 
 
-class Differentiates(Model):
-    """Differentiates in its forward pass, as models of forces do."""
-
-    def forward(self, x):
-        x = x.detach().requires_grad_()
-        energy = super().forward(x).square().sum()
-        return self.head(torch.autograd.grad(energy, x, create_graph=True)[0].mean(1))
-
-
 def prepared(*args, n=3, kind=Model, **kwargs):
     torch.manual_seed(0)
     model = kind(*args, **kwargs)
     samples = torch.randn(n, PLACES, WIDTH), torch.arange(n) % 3
     parameters = select_parameters(model, None)
     return model, parameters, CLASSIFICATION, as_batch(samples, CLASSIFICATION)
-
-
-def assert_equal(found, expected):
-    for a, b in zip(found.columns(), expected.columns(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    for name, gradient in found.gradients.items():
-        torch.testing.assert_close(gradient, expected.gradients[name], rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.usefixtures("float64")
@@ -246,11 +229,6 @@ def test_random_numbers_are_the_same_in_a_second_call():
         found.append((formed_gradients(gradients_at_once, *given), torch.rand(3)))
     assert_equal(found[1][0], found[0][0])
     assert torch.equal(found[1][1], found[0][1])
-
-
-def test_a_model_that_differentiates_can_need_too_much_memory():
-    with pytest.raises(TooMuchMemoryError):
-        sample_memory(*prepared(kind=Differentiates), most_bytes=100)
 
 
 def test_rounding_is_a_difference_on_the_cpu_only(monkeypatch):
@@ -327,16 +305,7 @@ target_data = train_data
 """
 
 
-SPEC = FeaturesSpec(
-    model_output="image_classification",
-    parameter_patterns=None,
-    projection={"kind": "rademacher", "proj_dim": 32, "seed": 0},
-    checkpoint="c0",
-    split="train",
-    dtype="float32",
-    study_digest="digest",
-    targets_digest=None,
-)
+SPEC = features_spec("image_classification", 32)
 
 
 def write_study(folder, n):
@@ -371,11 +340,7 @@ def test_features_of_a_sample_that_needs_too_much_memory(tmp_path, capfd):
             checkpoint=tmp_path / "c0.pt",
             study_file=tmp_path / "study.py",
             spec=SPEC,
-            code="code",
-            device="cpu",
-            batch_size=64,
-            memory_mb=memory_mb,
-            threads=1,
+            **ON_CPU | {"memory_mb": memory_mb},
         )
         said = capfd.readouterr().out
         assert ("24 Block" in said) == (memory_mb == 24)

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from functools import partial
 from importlib.metadata import distributions
-from pathlib import Path
 
 import pytest
 from patience import waited
@@ -90,19 +89,6 @@ def test_what_decides_the_code_decides_where_it_is_kept(monkeypatch, tmp_path):
     monkeypatch.setattr(compiled, "_source", lambda: b"another")
     paths.append(compiled.kept_path(".cubin", kernels[0], ("float32[:]",), (8, 0)))
     assert len(set(paths)) == len(paths) == 25
-
-
-@pytest.mark.parametrize("home", ["a file", "nobody's"])
-def test_a_cache_that_cannot_be_written_costs_no_more_than_time(home, tmp_path, monkeypatch):
-    if home == "a file":
-        (tmp_path / "trak_core").write_text("a file, no folder")
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    else:
-        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-        monkeypatch.setattr(Path, "home", lambda: Path("~nobody-at-all").expanduser())
-    monkeypatch.setattr(compiled, "compile_kernel", lambda *_: b"code")
-    for _ in range(2):
-        assert compiled.machine_code(Kernel("dense.portable_kernel"), (), (8, 0)) == b"code"
 
 
 def test_code_is_kept_whole(tmp_path, monkeypatch):

@@ -32,6 +32,7 @@ def test_a_folder_keeps_features_of_the_same_data_and_settings(linear, tmp_path)
     with refused("attribution.other_folder", "checkpoint"):
         late.score(targets)
     others = [attributor(seed=1), attributor(kind="normal"), attributor(parameters=["bias"])]
+    others += [attributor(label_draws=2)]
     for other in others:
         with refused("attribution.other_folder"):
             other.fit(train, folder)

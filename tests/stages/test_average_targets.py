@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from linear_study import with_two_checkpoints
-from pipeline import averaged, read_scores, run_exact_stages, run_stages, scores_spec
+from pipeline import averaged, read_scores, run_stages, scores_spec
 
 from trak_core.artifacts import ArtifactError, verify
 from trak_core.dependency_digests import content_digest
@@ -14,16 +14,12 @@ from trak_core.stages.compute_scores import average_targets
 from trak_core.stages.draw_influences import draw_influences
 
 SETTINGS = {"combine": "unit_average", "model_output": "regression", "normalize": True}
-PROJECTED = {"projection": {"kind": "rademacher", "proj_dim": 8, "seed": 0}}
-EXACT = {"projection": {"kind": "exact"}, "dtype": "float64"}
 GROUPS = (["target-3", "target-1", "target-7"], ["target-0", "target-9"])
 
 
 def scored(folder, way, study, checkpoints, targets, made=None):
-    if way == "exact":
-        return run_exact_stages(folder, study, checkpoints, targets, **SETTINGS)
-    more = {"proj_dim": 8, "kind": "rademacher", "keep": way, "made": made}
-    return run_stages(folder, study, checkpoints, targets, **SETTINGS, **more)
+    how = {"proj_dim": None} if way == "exact" else {"keep": way, "made": made}
+    return run_stages(folder, study, checkpoints, targets, **SETTINGS, **how)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +35,7 @@ def full(tmp_path_factory):
 def contrast_of(folder, scores, way, checkpoints, phis=()):
     """Return scores of the difference of means, and a function that makes one checkpoint's."""
     specs = [
-        scores_spec(checkpoints, own, **SETTINGS, **(EXACT if way == "exact" else PROJECTED))
+        scores_spec(checkpoints, own, **SETTINGS, proj_dim=None if way == "exact" else 8)
         for own in GROUPS
     ]
     digest = content_digest("mean", *(("mine", spec.targets_digest) for spec in specs))

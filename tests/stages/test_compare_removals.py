@@ -8,22 +8,19 @@ import pytest
 import torch
 from pipeline import read_scores
 from refused import refused
-from small_run import ARGUMENTS, OUTPUT, RETRAINED, STUDY, embeddings_spec, margin
+from small_run import ARGUMENTS, RETRAINED, STUDY, embeddings_spec, margin
 from torch.utils.data import Subset
 
 from trak_core.artifacts import ArtifactError
 from trak_core.evaluation.intervals import mean_interval
 from trak_core.runtime.files import write_csv
-from trak_core.settings import RetrainedSpec
 from trak_core.stages.compare_removals import compare_removals
 from trak_core.stages.compute_outputs import compute_embeddings
 from trak_core.stages.retrain import listed_rows, retrain
 from trak_core.study.retraining_draws import random_removal, training_seed
 
 FRACTIONS, DRAWS = [0.2, 0.5], 2
-LISTED = RetrainedSpec(
-    subsets="list", arguments=ARGUMENTS, model_output=OUTPUT, study_digest="digest", seeds=1, seed=0
-)
+LISTED = replace(RETRAINED, subsets="list", seeds=1, seed=0)
 
 
 def test_removals_for_targets_agree_with_a_loop(run, tmp_path):

@@ -23,7 +23,6 @@ from trak_core.artifacts import (
     FEATURE_SHARD,
     FEATURES,
     KINDS,
-    SCORES,
     ArtifactError,
     ArtifactKind,
     check_made_for,
@@ -187,26 +186,6 @@ def test_verify_knows_every_kind_of_file(copy):
         path.write_bytes(data)
         with pytest.raises(ArtifactError, match=r"must be complete and unchanged"):
             verify(path)
-
-
-def test_verify_says_what_a_foreign_file_is(tmp_path):
-    path = tmp_path / "a.h5"
-    pd.DataFrame({"a": [1]}).to_hdf(path, key="a")
-    with pytest.raises(
-        ArtifactError, match=r"a\.h5: the file must be one of trak-features, .*None"
-    ):
-        verify(path)
-    with pytest.raises(ArtifactError, match="Found nothing"):
-        verify(tmp_path / "b.h5")
-
-
-@pytest.mark.parametrize("key", ["top_influences", "targets", "train"])
-def test_a_table_is_read_as_pandas_reads_it(results, key):
-    path = results / FILES["SCORES"]
-    with open_artifact(path, SCORES) as file:
-        pd.testing.assert_frame_equal(
-            file.table(key), pd.read_hdf(path, key), check_index_type=False
-        )
 
 
 def test_the_page_makes_sure_of_all_results(results, tmp_path, monkeypatch):

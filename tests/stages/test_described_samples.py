@@ -12,7 +12,7 @@ from matplotlib.pyplot import imread
 from trak_core.report.describe_samples import find_examples
 from trak_core.report.read_results import File
 from trak_core.study.dataset_split import Split
-from trak_core.study.show_samples import are_drawn, drawn, printed
+from trak_core.study.show_samples import are_drawn, printed
 from trak_core.study.study import Study
 
 
@@ -21,25 +21,6 @@ def decoded(picture):
     kind = head.removeprefix("data:image/")
     pixels = imread(io.BytesIO(base64.b64decode(data)), format=kind)
     return kind, np.repeat(pixels[..., None], 3, axis=2) if pixels.ndim == 2 else pixels
-
-
-def test_a_picture_fills_its_tile(tmp_path):
-    quarters = np.array([[0, 1], [1, 0]])
-    kind, pixels = decoded(drawn(lambda a, s: a.imshow(s, cmap="gray"), quarters))
-    assert kind == "png"
-    height, width = pixels.shape[:2]
-    assert abs(height - width) <= 2
-    for i in (0, 1):
-        for j in (0, 1):
-            middle = height * (1 + 2 * i) // 4, width * (1 + 2 * j) // 4
-            assert pixels[*middle, 0] == quarters[i, j]
-
-
-def test_a_photograph_is_kept_small():
-    noise = np.random.default_rng(0).random((200, 200, 3))
-    kind, pixels = decoded(drawn(lambda a, s: a.imshow(s), noise))
-    assert kind == "jpeg"
-    assert pixels.shape[2] == 3
 
 
 @pytest.mark.parametrize(
@@ -90,24 +71,6 @@ def test_images_are_drawn_without_draw(tmp_path):
         height, width = pixels.shape[:2]
         middles = pixels[height // 4 :: height // 2, width // 4 :: width // 2, :3][:2, :2]
         assert np.abs(middles - image.numpy()).max() < 0.01
-
-
-@pytest.mark.parametrize(
-    ("height", "width", "shown"),
-    [(8, 8, (100, 100)), (28, 14, (50, 100)), (150, 300, (100, 50)), (1, 900, (100, 1))],
-)
-def test_images_have_one_size_and_small_ones_all_pixels(tmp_path, height, width, shown):
-    levels = torch.arange(height * width).reshape(1, height, width) % 256
-    _, (picture,) = shown_without_draw(tmp_path, [(levels.byte(), 1)])
-    assert (picture.width, picture.height) == shown
-    _, pixels = decoded(picture)
-    times = max(1, pixels.shape[0] // height)
-    assert max(pixels.shape) == (
-        200 if max(height, width) > 28 else 200 // max(height, width) * max(height, width)
-    )
-    if max(height, width) <= 28:
-        assert np.array_equal(np.rint(255 * pixels[::times, ::times, 0]), levels[0])
-        assert np.array_equal(pixels, pixels[::times, ::times].repeat(times, 0).repeat(times, 1))
 
 
 @pytest.mark.parametrize(

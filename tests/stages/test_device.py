@@ -10,6 +10,7 @@ import tempfile
 
 import pytest
 import torch
+from own_checkpoints import network
 from pipeline import ON_CPU, features_spec
 from refused import refused
 from torch.nn.functional import scaled_dot_product_attention
@@ -38,9 +39,7 @@ def features(tmp_path, monkeypatch):
     study, targets = REPOSITORY / "tests/studies/diabetes.py", ["patient-342", "patient-400"]
     # Locks of this process must not block others.
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(10, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
-    torch.save(model.state_dict(), tmp_path / "c0.pt")
+    torch.save(network().state_dict(), tmp_path / "c0.pt")
 
     spec = features_spec("regression", 32, split="mine", targets=targets)
     inputs = {"checkpoint": tmp_path / "c0.pt", "study_file": study, "targets": targets}

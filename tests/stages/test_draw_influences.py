@@ -71,16 +71,6 @@ def test_the_same_scores_give_the_same_files(results, shown_as, tmp_path):
     assert imread(files[0], format="png").ndim == 3
 
 
-def test_texts_in_a_figure_are_no_formulas(results, tmp_path):
-    study = study_with(tmp_path, "\nx_data = ['$x^{$'] * 24\n")
-    text = study.read_text()
-    for rows in ("[:20]", "[20:]"):
-        text = text.replace(f"TensorDataset(x{rows}, y{rows})", f"list(zip(x_data{rows}, y{rows}))")
-    study.write_text(text)
-    figure, *_ = draw(results, tmp_path, study)
-    assert figure.stat().st_size > 0
-
-
 def test_an_answer_is_one_page_with_all_that_it_needs(results, shown):
     study_file, (_, answer, texts) = shown
     page = Page(answer.read_text())

@@ -24,14 +24,11 @@ from small_run import (
     margin,
     stored,
 )
-from torch.utils.data import TensorDataset
-from workspace import REPOSITORY
 
 from trak_core.artifacts import ArtifactError
 from trak_core.evaluation.baselines import Bm25
 from trak_core.stages.compute_outputs import compute_embeddings
 from trak_core.stages.retrain import retrain
-from trak_core.study.study import Study
 
 
 @pytest.fixture(scope="module")
@@ -108,50 +105,6 @@ def test_retraining_with_the_seeds_of_runs_uses_sample_weights(run, tmp_path):
         study.write_text(code.replace(*change))
         with refused("study.sample_weights", observed):
             retrain(retrained=path, first=0, last=0, **job | {"study_file": study})
-
-
-def check_weights(trained, inputs, garbled, weights):
-    """Check that inputs of weight 0 change nothing, and that weights of 1 are like no weights."""
-
-    def parameters(*args, **kwargs):
-        ((_, model),) = trained(*args, **kwargs)
-        return torch.cat([value.flatten() for value in model.state_dict().values()])
-
-    without = parameters(inputs, sample_weights=weights)
-    assert torch.equal(parameters(garbled, sample_weights=weights), without)
-    assert not torch.equal(parameters(inputs), without)
-    ones = torch.ones(len(weights))
-    assert torch.equal(parameters(inputs, sample_weights=ones), parameters(inputs))
-
-
-def test_the_default_study_ignores_samples_of_weight_0():
-    study = Study.load(REPOSITORY / "config/digits.py")
-    images, labels = study.split("train", None).batch(0, 1200)
-    weights = (torch.arange(1200) % 10 > 0).float()
-    garbled = images.clone()
-    garbled[weights == 0] = 9
-
-    def trained(images, **given):
-        data = TensorDataset(images, labels)
-        return study.function("train")(seed=1, epochs=1, data=data, **given)
-
-    check_weights(trained, images, garbled, weights)
-
-
-def test_the_study_of_planted_facts_ignores_texts_of_weight_0():
-    pytest.importorskip("transformers")
-    module = Study.load(REPOSITORY / "config/facts.py").module
-    texts = list(module.training_texts().values())[:96]
-    weights = (torch.arange(96) % 8 > 0).float()
-    garbled = [
-        text if weight else " ".join(["red"] * len(module.words(text)))
-        for text, weight in zip(texts, weights, strict=True)
-    ]
-
-    def trained(texts, **given):
-        return module.train(seed=1, epochs=1, data=module.Texts(texts), **given)
-
-    check_weights(trained, texts, garbled, weights)
 
 
 def test_lds_of_the_scores_is_scipys(run, evaluated):

@@ -13,6 +13,7 @@ from pipeline import run_exact_stages
 from report_page import Page
 from reported import draw, write
 from sklearn.metrics import r2_score
+from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 
 from trak_core import Attributor
@@ -23,10 +24,30 @@ from trak_core.study.dataset_split import Split
 
 STUDY = """
 import torch
-from torch import nn
-from torch.utils.data import TensorDataset
+from test_fit import NETS
+from torch.utils.data import Subset, TensorDataset
 from trak_core.model_outputs.model_output import ModelOutput
-from trak_core.model_outputs.supervised import CLASSIFICATION
+
+make_model = NETS[KIND]
+samples = TensorDataset(*torch.load(FILE))
+
+
+def train_data():
+    return samples
+
+
+def target_data():
+    return Subset(samples, range(3))
+
+
+own_share = ModelOutput(
+    lambda y, label: -(y - label).square().mean(), prediction=lambda y, label: (y > 0).float().sum()
+)
+
+
+def first(y, label):
+    return y.flatten()[0]
+"""
 
 
 class Copies(nn.Module):
@@ -50,27 +71,6 @@ NETS = {
     "multi_label": lambda: nn.Linear(3, 4),
     "segmentation": lambda: nn.Conv2d(1, 2, 1),
 }
-make_model = NETS[KIND]
-samples = TensorDataset(*torch.load(FILE))
-
-
-def train_data():
-    return samples
-
-
-def target_data():
-    return torch.utils.data.Subset(samples, range(3))
-
-
-own_class = ModelOutput(CLASSIFICATION.value, prediction=CLASSIFICATION.prediction)
-own_share = ModelOutput(
-    lambda y, label: -(y - label).square().mean(), prediction=lambda y, label: (y > 0).float().sum()
-)
-
-
-def first(y, label):
-    return y.flatten()[0]
-"""
 N = 160
 BAD = "The models predict their training samples badly"
 
@@ -161,12 +161,6 @@ def loss_of(kind, model, x, y):
     return cross_entropy(logits.flatten(0, -2), labels.flatten())
 
 
-def net_of(kind):
-    names = {"FILE": None, "KIND": kind}
-    exec(STUDY.replace("samples = TensorDataset(*torch.load(FILE))", ""), names)
-    return names["make_model"]()
-
-
 @pytest.fixture(scope="module")
 def trained():
     """Return data and a trained network of each kind."""
@@ -174,7 +168,7 @@ def trained():
     for kind, data in DATA.items():
         torch.manual_seed(0)
         x, y = data(torch.Generator().manual_seed(0))
-        net = net_of(kind)
+        net = NETS[kind]()
         optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
         for _ in range(150):
             optimizer.zero_grad()
@@ -229,7 +223,7 @@ def spoiled_as(spoiled, kind, trained):
     if spoiled == "random weights":
         # With other seeds some of these small networks are right by chance.
         torch.manual_seed(5 if kind == "image_classification" else 4)
-        return x, y, net_of(kind)
+        return x, y, NETS[kind]()
     return (*SPOILED[kind][spoiled](x, y), net) if spoiled else (x, y, net)
 
 
@@ -266,32 +260,37 @@ def report_of(folder, kind, data, net, **settings):
     return page.text, BAD in page.headings
 
 
-@pytest.mark.parametrize(("kind", "spoiled"), CASES)
+SHOWN = [case for case in CASES if case[0] in ("regression", "language_modelling")]
+
+
+@pytest.mark.parametrize(("kind", "spoiled"), SHOWN)
 def test_the_report_states_the_fit_and_warns_of_a_bad_one(kind, spoiled, trained, tmp_path, capsys):
     x, y, net = spoiled_as(spoiled, kind, trained)
     value, guess = expected(kind, net, x, y)
     text, warns = report_of(tmp_path, kind, (x, y), net)
     assert warns == bool(spoiled), (value, guess)
+    sentence = f"The models predict {100 * value:.3g} % of the "
     if kind == "regression":
         sentence = (
             f"The models predict the labels of their training samples with an R2 of {value:.3g}."
         )
-    else:
-        sentence = f"The models predict {100 * value:.3g} % of the "
-        assert f"guessing the most frequent one would be right for {100 * guess:.3g} %." in text
     assert sentence in text
     assert sentence in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("kind", "spoiled"), CASES)
-def test_an_attributor_tells_of_a_bad_fit(kind, spoiled, trained, capsys):
+def test_the_fit_is_counted_and_an_attributor_tells_of_a_bad_one(kind, spoiled, trained, capsys):
     x, y, net = spoiled_as(spoiled, kind, trained)
     output = kind.replace("two_classes", "image_classification")
+    samples = Split(list(zip(x, y, strict=True)), list(range(N)))
     for settings in ({"projection": "exact"}, {"proj_dim": 8}):
         notice.cache_clear()
-        Attributor(net, output, **settings).fit((x, y))
+        fitted = Attributor(net, output, **settings).fit((x, y))
         told = "Notice: the models predict their training samples badly. The models predict "
         assert (told in capsys.readouterr().out) == bool(spoiled)
+        table = fitted.score((x[:3], y[:3])).train.rename_axis("id").reset_index()
+        fit = fit_of(table, about_output(output), samples)
+        assert (fit.value, fit.guess) == pytest.approx(expected(kind, net, x, y), rel=1e-5)
 
 
 def test_the_fit_is_unknown_if_all_labels_are_equal(trained, tmp_path):
@@ -382,27 +381,6 @@ def test_a_large_label_or_a_long_text_causes_no_warning():
     about = about_output("language_modelling")
     assert not fit_of(part_table([399, 4, 4], [200.0, 1, 1]), about, texts).is_doubtful
     assert fit_of(part_table([399, 4, 4], [1.0, 0, 0]), about, texts).is_doubtful
-
-
-def test_the_guess_is_estimated_from_some_texts():
-    read = []
-
-    class Texts:
-        def __len__(self):
-            return 5000
-
-        def __getitem__(self, i):
-            read.append(i)
-            tokens = torch.full((5,), i % 4 % 3)  # half of the texts are of 0, the others 1 and 2
-            return tokens, tokens
-
-    texts = Split(Texts(), list(range(5000)))
-    about = about_output("language_modelling")
-    fit = fit_of(part_table([4] * 5000, [2.0, 4.0] * 2500), about, texts)
-    assert len(read) == len(set(read)) == 256
-    assert fit.value == 0.75
-    assert abs(fit.guess - 0.5) < 0.1
-    assert max(read) > 4000
 
 
 def test_the_page_of_answers_warns_too(trained, tmp_path):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline import ON_CPU, features_spec, run_stages, scores_spec
+from pipeline import ON_CPU, features_spec, run_stages, scores_spec, token_scores
 
 from trak_core.attribution import gradient_method_record
 from trak_core.attribution.deferred_logits import MarginsOfTokens
@@ -15,7 +15,6 @@ from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.gradients import gradients_at_once, gradients_in_turn
 from trak_core.runtime.files import CONFIG_RECORD, write_record
 from trak_core.stages.compute_features import compute_features
-from trak_core.stages.compute_token_scores import compute_token_scores
 from trak_core.study.study import Study
 
 STUDY = """
@@ -55,7 +54,7 @@ def target_data():
 def target_ids():
     return list("abcdefg")
 """
-SETTINGS = {"model_output": "language_modelling", "damping": 0.5}
+SETTINGS = {"model_output": "language_modelling", "damping": 0.5, "proj_dim": 6}
 
 
 class Jobs:
@@ -97,20 +96,9 @@ class Jobs:
         """Run the jobs before the one of token scores, and return that one."""
         checkpoints, targets = {"c0": self.common["checkpoint"]}, ["a", "b"]
         results = self.folder / "results"
-        scores = run_stages(results, self.study, checkpoints, targets, **SETTINGS, proj_dim=6)
-        projection = {"kind": "rademacher", "proj_dim": 6, "seed": 0}
-        return partial(
-            compute_token_scores,
-            token_scores=results / "token_scores/mine.h5",
-            scores=scores,
-            checkpoints=list(checkpoints.values()),
-            train_paths=[results / "features/c0/train.h5"],
-            targets_paths=[results / "features/c0/mine.h5"],
-            normal_matrices=[results / "normal_matrix/c0.h5"],
-            spec=scores_spec(checkpoints, targets, projection=projection, **SETTINGS),
-            study_file=self.study,
-            **ON_CPU,
-        )
+        run_stages(results, self.study, checkpoints, targets, **SETTINGS)
+        spec = scores_spec(checkpoints, targets, **SETTINGS)
+        return partial(token_scores, results, self.study, checkpoints, spec)
 
     def methods(self):
         spec = features_spec("language_modelling", 6)

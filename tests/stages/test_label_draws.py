@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from pipeline import ON_CPU, features_spec, read_scores
+from pipeline import EXACTLY, ON_CPU, features_spec, read_scores
 from refused import refused
 from trained_cases import assert_close
 
@@ -25,7 +25,6 @@ from trak_core.stages.join_shards import join_shards
 from trak_core.study.study import Study
 
 K, DRAWS = 12, 3
-EXACTLY = {"projection": {"kind": "exact"}, "dtype": "float64"}
 
 
 def limits(batch_size, memory_mb=500):
@@ -33,37 +32,21 @@ def limits(batch_size, memory_mb=500):
 
 
 TEXTS = """
+import texts
 import torch
-from transformers import {config}, {model}
 
 
 def make_model():
     torch.manual_seed(0)
-    config = {config}({settings})
-    return {model}(config)
-
-
-def _texts(seed, n):
-    generator = torch.Generator().manual_seed(seed)
-    texts = [torch.randint(2, 11, (3 + i % 4,), generator=generator) for i in range(n)]
-    return [{{"input_ids": text, "labels": text}} for text in texts]
+    return texts.{make}
 
 
 def train_data():
-    return _texts(1, 10)
+    generator = torch.Generator().manual_seed(1)
+    tokens = [torch.randint(2, 11, (3 + i % 4,), generator=generator) for i in range(10)]
+    return [{{"input_ids": text, "labels": text}} for text in tokens]
 """
-CAUSAL = {
-    "config": "GPT2Config",
-    "model": "GPT2LMHeadModel",
-    "settings": "vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2, "
-    "initializer_range=0.3, use_cache=False",
-}
-PAIRED = {
-    "config": "T5Config",
-    "model": "T5ForConditionalGeneration",
-    "settings": "vocab_size=11, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, "
-    "decoder_start_token_id=0, use_cache=False",
-}
+MAKE = {"causal": "gpt2(initializer_range=0.3)", "paired": "t5()"}
 
 
 def normal_of(file):
@@ -215,7 +198,7 @@ def test_texts_of_different_lengths(tmp_path, kind):
     """Also if the model itself gets the labels, which are then those of the study."""
     pytest.importorskip("transformers")
     path = tmp_path / "short_texts.py"
-    path.write_text(TEXTS.format(**(CAUSAL if kind == "causal" else PAIRED)))
+    path.write_text(TEXTS.format(make=MAKE[kind]))
     study, output = Study.load(path), "language_modelling"
     output = output if kind == "causal" else "sequence_to_sequence"
     model = study.make_model()
@@ -246,48 +229,17 @@ def test_texts_of_different_lengths(tmp_path, kind):
         assert_close(products[10:, 10:], drawn @ drawn.T, 1e-4)
 
 
-@pytest.mark.parametrize("k", [K, None])
-def test_an_attributor_gives_the_scores_of_the_pipeline(digits, tmp_path, k):
-    expected = read_scores(digits.stages(tmp_path / "run", 2, proj_dim=k, label_draws=DRAWS))
-    checkpoints = {name: digits.checkpoints[name] for name in ("c0", "c1")}
-    study = Study.load(digits.path)
-    settings = {"loss_weight_power": 1.0}
-    settings |= {"kind": "rademacher", "proj_dim": k} if k else {"projection": "exact"}
-    given = study.make_model, digits.output, checkpoints
-
-    def attributor(**more):
-        fitted = Attributor(*given, **settings, **more)
-        return fitted.fit(digits.train, tmp_path / "fitted", ids=digits.train.ids)
-
-    drawn = attributor(label_draws=DRAWS)
-    assert_close(drawn.score(digits.target_split).frame.to_numpy(), expected.to_numpy(), 1e-5)
-    again = attributor(label_draws=DRAWS)
-    assert_close(again.score(digits.target_split).frame.to_numpy(), expected.to_numpy(), 1e-5)
-    for other in (0, DRAWS + 1):
-        with refused("attribution.other_folder", "label_draws"):
-            attributor(label_draws=other)
-
-
-def test_specs_without_draws_are_those_of_before(digits):
-    spec = features_spec(digits.output, K)
-    assert "label_draws" not in spec.as_dict()
-    drawn = features_spec(digits.output, K, label_draws=DRAWS)
-    assert drawn.as_dict() == spec.as_dict() | {"label_draws": DRAWS}
-    assert "label_draws" not in drawn.of("mine", "digest").as_dict()
-
-
-def test_outputs_without_noise_are_refused():
+def test_outputs_without_noise_are_refused(digits, tmp_path):
+    spec = features_spec("loss", K, label_draws=DRAWS)
+    with refused("model.no_loss_noise"):
+        computed(tmp_path / "a.h5", digits.path, digits.checkpoints["c0"], spec)
     with refused("config.label_draws", "loss", "text_classification"):
         Attributor(torch.nn.Linear(2, 1), "loss", label_draws=1)
     with refused("config.label_draws", "Found -1"):
         Attributor(torch.nn.Linear(2, 1), "regression", label_draws=-1)
-    for settings, text in (
-        ({"weighting": "curvature"}, "curvature"),
-        ({"normalize": True}, "scoring.normalize"),
-    ):
-        with refused("config.label_draws", text):
-            Attributor(torch.nn.Linear(2, 1), "regression", label_draws=1, **settings)
-    several = ModelOutput(
+    with refused("config.label_draws", "scoring.normalize"):
+        Attributor(torch.nn.Linear(2, 1), "regression", label_draws=1, normalize=True)
+    made = ModelOutput(
         read=lambda returned: (returned,),
         value=lambda read, label: read[0].sum(),
         loss_noise=lambda read, label, uniform: read,

@@ -16,15 +16,13 @@ from trak_core.config.memory_needs import (
     Need,
     average_need,
     check_memory,
-    evaluation_need,
-    exact_need,
     holds_solved,
     normal_matrix_need,
     scores_need,
     weights_mb,
 )
 from trak_core.errors import InputError
-from trak_core.settings import Combine, FeaturesSpec, ScoresSpec, Setting, settings_of
+from trak_core.settings import FeaturesSpec, ScoresSpec
 from trak_core.stages.average_scores import average_scores
 from trak_core.stages.compute_scores import compute_normal_matrix, compute_scores
 
@@ -97,16 +95,6 @@ def test_ten_million_samples_fit_the_default_memory():
     assert not holds_solved(shard, block, 1000, 100, 2048 * 1000)
 
 
-def test_the_average_needs_memory_for_solved_targets_of_one_checkpoint():
-    sizes = {"n_train": 10, "n_targets": 1000, "top": 1}
-    needs = [
-        average_need(**sizes, n_checkpoints=n, solved_dim=k)
-        for n, k in ((1, None), (100, None), (1, 4096), (100, 4096))
-    ]
-    assert needs[0].fixed_bytes == needs[1].fixed_bytes
-    assert needs[2].fixed_bytes == needs[3].fixed_bytes == needs[0].fixed_bytes + 8 * 4096 * 1000
-
-
 # A child process inherits ru_maxrss, but not VmHWM.
 PEAK = """
 import re
@@ -125,60 +113,6 @@ def printed(program, *arguments):
         text=True,
     )
     return int(output.splitlines()[-1])
-
-
-SOLVE = """
-import numpy as np
-from trak_core.attribution.solve import DampedGramian
-def solve(gramian, cross):
-    damped = DampedGramian.factorize(gramian, np.ones(len(gramian)), 2)
-    damped.similarities(cross)
-    damped.train_norm(np.ones(len(gramian)))
-solve(np.eye(50), np.ones((50, 2)))
-before = peak()
-x = np.random.default_rng(0).standard_normal((1500, 20))
-solve(x @ x.T, x @ x[:300].T)
-print(peak() - before)
-"""
-
-
-@pytest.mark.gate
-def test_exact_scores_need_the_computed_memory():
-    need = exact_need(1500, 300).fixed_bytes
-    assert 0.5 * need < printed(SOLVE) * 1024 < 1.1 * need
-
-
-MEASURE = """
-import numpy as np
-from trak_core.attribution.solve import Spectrum
-from trak_core.evaluation.subset_sums import damped_sums, weighted_sums
-rng = np.random.default_rng(0)
-def measure(k, n_train, n_targets, n_subsets, block):
-    rows = rng.standard_normal((n_train, k), dtype=np.float32)
-    before = peak()
-    masks = (rng.random((n_subsets, n_train)) < 0.5).astype(float)
-    blocks = ((i, i + block, rows[i : i + block]) for i in range(0, n_train, block))
-    squared = [np.ones(n_train)] * 7
-    sums, gramians = weighted_sums(masks, [np.ones(n_train)] * 11, blocks, squared)
-    targets = rng.standard_normal((n_targets, k))
-    for power in range(3):
-        spectrum = Spectrum.decompose(gramians[power])
-        damped_sums(sums[:3], spectrum, [0.1, 1, 2], targets)
-        spectrum.norm_products(gramians[3 + power], gramians[6])
-    return peak() - before
-measure(20, 40, 3, 4, 10)
-print(measure(1000, 2000, 50, 100, 500))
-"""
-
-
-@pytest.mark.gate
-def test_an_evaluation_needs_the_computed_memory():
-    sizes = {"proj_dim": 1000, "n_train": 2000, "n_targets": 50, "n_subsets": 100}
-    values = {"damping": [0.1, 1, 2], "loss_weight_power": [0.25, 0.5, 1], "proj_dim": [1000]}
-    settings = settings_of(values, Setting(1, 1, Combine.UNIT_AVERAGE, 1000))
-    need = evaluation_need(**sizes, n_checkpoints=1, settings=settings)
-    computed_bytes = need.fixed_bytes + 500 * need.row_bytes
-    assert 0.3 * computed_bytes < printed(MEASURE) * 1024 < computed_bytes
 
 
 STAGES = """
@@ -224,23 +158,32 @@ def write_features(path, features, n_rows, seed=0):
             writer.vector(key, rng.random(n_rows, dtype=np.float32))
 
 
+BUDGET = {"code": "", "memory_mb": 64}
+
+
+def write_inputs(folder, n_train):
+    """Write features and a normal matrix; return the arguments of ``compute_scores``."""
+    train, mine, matrix = (folder / f"{name}.h5" for name in ("train", "mine", "matrix"))
+    own = SPEC.under("c")
+    write_features(train, own.of_train(), n_train)
+    write_features(mine, own.of_targets(), 200)
+    compute_normal_matrix(
+        normal_matrix=matrix, features=train, spec=own.of_normal_matrix(), **BUDGET
+    )
+    return {"train_path": train, "targets_path": mine, "normal_matrix": matrix, "spec": own}
+
+
+AVERAGE = {"spec": SPEC, "columns": "", "defaults": "", "top": 5, **BUDGET}
+
+
 def run_scoring(folder, n_train):
     """Run all stages after featurization with a budget of 64 MiB."""
-    file = {name: folder / f"{name}.h5" for name in ("train", "mine", "matrix", "one", "scores")}
-    own = SPEC.under("c")
-    write_features(file["train"], own.of_train(), n_train)
-    write_features(file["mine"], own.of_targets(), 200)
-    common = {"code": "", "memory_mb": 64}
-    compute_normal_matrix(
-        normal_matrix=file["matrix"], features=file["train"], spec=own.of_normal_matrix(), **common
-    )
-    inputs = {"train_path": file["train"], "targets_path": file["mine"], "spec": own}
-    paths = {"scores": file["scores"], "checkpoint_scores": [file["one"]]}
-    about = {"spec": SPEC, "columns": "", "defaults": "", "top": 5}
-    for keep, features in (("full", []), ("top_k", [file["train"]])):
-        matrix = {"normal_matrix": file["matrix"], "keep": keep}
-        compute_scores(scores=file["one"], **inputs, **matrix, **common)
-        average_scores(**paths, features=features, **about, **common)
+    inputs, scored = write_inputs(folder, n_train), folder / "one.h5"
+    for keep, features in (("full", []), ("top_k", [inputs["train_path"]])):
+        compute_scores(scores=scored, **inputs, keep=keep, **BUDGET)
+        average_scores(
+            scores=folder / "scores.h5", checkpoint_scores=[scored], features=features, **AVERAGE
+        )
 
 
 @pytest.mark.parametrize("keep", ["full", "top_k"])
@@ -249,19 +192,10 @@ def test_an_average_in_shards_has_the_same_bytes(tmp_path, keep):
 
     The shards have different budgets, because a stopped run may be continued with another budget.
     """
-    own, n_train, scored = SPEC.under("c"), 5000, tmp_path / "c.h5"
-    train, mine, matrix = (tmp_path / f"{name}.h5" for name in ("train", "mine", "matrix"))
-    write_features(train, own.of_train(), n_train)
-    write_features(mine, own.of_targets(), 200)
-    common = {"code": "", "memory_mb": 64}
-    compute_normal_matrix(
-        normal_matrix=matrix, features=train, spec=own.of_normal_matrix(), **common
-    )
-    inputs = {"train_path": train, "targets_path": mine, "normal_matrix": matrix, "spec": own}
-    compute_scores(scores=scored, **inputs, keep=keep, **common)
-    common_of_scores = dict(common)
-    common |= {"checkpoint_scores": [scored], "spec": SPEC, "columns": "", "defaults": "", "top": 5}
-    features = [train] if keep == "top_k" else []
+    inputs, scored = write_inputs(tmp_path, 5000), tmp_path / "c.h5"
+    compute_scores(scores=scored, **inputs, keep=keep, **BUDGET)
+    common = AVERAGE | {"checkpoint_scores": [scored]}
+    features = [inputs["train_path"]] if keep == "top_k" else []
     average_scores(scores=tmp_path / "whole.h5", features=features, **common)
     whole = (tmp_path / "whole.h5").read_bytes()
     for n in (2, 7):
@@ -277,8 +211,8 @@ def test_an_average_in_shards_has_the_same_bytes(tmp_path, keep):
         with pytest.raises(ArtifactError, match="order of shards"):
             average_scores(scores=tmp_path / "no.h5", features=[], shards=files, **common | change)
     # Other data with the same ids, labels and settings.
-    write_features(mine, own.of_targets(), 200, seed=1)
-    compute_scores(scores=scored, **inputs, keep=keep, **common_of_scores)
+    write_features(inputs["targets_path"], inputs["spec"].of_targets(), 200, seed=1)
+    compute_scores(scores=scored, **inputs, keep=keep, **BUDGET)
     with pytest.raises(ArtifactError, match=r"1-of-7\.h5: .* scores under the checkpoints"):
         average_scores(scores=tmp_path / "no.h5", features=[], shards=shards, **common)
 

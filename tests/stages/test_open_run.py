@@ -3,22 +3,13 @@
 import numpy as np
 import pandas as pd
 import pytest
-import torch
-import yaml
-from few_words import write
-from linear_study import STUDY, with_two_checkpoints
-from pipeline import read_scores, run_config, run_stages
+from linear_study import with_two_checkpoints
+from pipeline import read_scores, run_stages
 from refused import refused
 
 import trak_core
 
 TOP = 6
-# The ids of the study's targets are not row numbers, so this function encodes a row.
-ENCODE = """
-
-def encode(row):
-    return x[row], y[row]
-"""
 
 
 @pytest.fixture(scope="module", params=["full", "top_k"])
@@ -79,40 +70,3 @@ def test_experiments_and_errors_for_unknown_names(opened):
         for read in (lambda: scores.frame, lambda: scores.top(TOP + 1)):
             with refused("artifacts.no_matrix", "top_k"):
                 read()
-
-
-@pytest.mark.parametrize("projection", [{"proj_dim": 8}, "exact"], ids=["projected", "exact"])
-def test_further_targets_have_the_scores_of_an_experiment(projection, tmp_path):
-    with_two_checkpoints(tmp_path)
-    (tmp_path / "study.py").write_text(STUDY + ENCODE)
-    rows = [31, 35, 2, 39, 33]
-    write(tmp_path / "asked.jsonl", [{"row": row} for row in rows])
-    config = {
-        "study": "study.py",
-        "model_output": "regression",
-        "checkpoints": {"c0": "c0.pt", "c1": "c1.pt"},
-        "experiments": {"asked": {"data": "asked.jsonl"}},
-        "projection": projection,
-    }
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(config))
-    results = run_config(tmp_path / "mine.yaml")
-    expected = read_scores(results / "scores/asked.h5")
-    run = trak_core.open(str(results))
-    written = run.scores("asked")
-    assert written.frame.equals(expected)
-    samples = [run.sample(number, "asked") for number in range(len(rows))]
-    inputs, labels = (torch.stack([sample[i] for sample in samples]) for i in (0, 1))
-    atol = 1e-6 * float(np.ptp(expected.to_numpy()))
-    for keep in ("full", "top_k"):
-        scores = run.score((inputs, labels), keep=keep, top=TOP)
-        if keep == "full":
-            pd.testing.assert_frame_equal(
-                scores.frame, expected, check_names=False, rtol=0, atol=atol
-            )
-        for own, of_file in (
-            (scores.top(5), written.top(5)),
-            (scores.bottom(5), written.bottom(5)),
-            (scores.targets, written.targets),
-        ):
-            pd.testing.assert_frame_equal(own[of_file.columns], of_file, atol=atol, rtol=1e-6)
-        assert scores.unit == written.unit

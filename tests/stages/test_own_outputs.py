@@ -10,9 +10,8 @@ import pytest
 import torch
 import yaml
 from pages import blocks
-from pipeline import read_scores, run_exact_stages, run_stages
+from pipeline import EXACTLY, features_spec, read_scores, run_exact_stages, run_stages
 from refused import refused
-from report_page import Page
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import (
@@ -42,9 +41,6 @@ from trak_core.model_outputs.about_outputs import TABLE, output_name
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.model_output import ModelOutput, over_samples, own_output
 from trak_core.model_outputs.supervised import REGRESSION
-from trak_core.settings import FeaturesSpec
-from trak_core.stages.draw_influences import draw_influences
-from trak_core.stages.write_report import write_report
 from trak_core.study.study import Study
 
 REPOSITORY = Path(__file__).parents[2]
@@ -124,20 +120,9 @@ def close(found, expected):
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-def test_the_config_of_an_example_is_valid(name):
-    check_config(config_of(name), SCHEMA)
-
-
-@pytest.mark.parametrize("name", BY_HAND)
 def test_f_and_gradients_by_autograd_in_one_pass(name, trained, capsys):
     study, checkpoint = trained[name]
-    spec = FeaturesSpec(
-        model_output=config_of(name)["model_output"]["function"],
-        parameter_patterns=None,
-        projection={"kind": "exact"},
-        dtype="float64",
-        study_digest="",
-    )
+    spec = features_spec(config_of(name)["model_output"]["function"], **EXACTLY)
     made = Study.load(study.path)
     loaded = LoadedModel.of_study(made, checkpoint, spec, CPU)
     split = made.split("train", None)
@@ -172,35 +157,6 @@ def test_exact_scores_with_loss_weights_of_an_own_output_are_the_formula_s(train
     kernel += DAMPING * np.diag(kernel).mean() * np.eye(len(phi))
     solved = np.linalg.solve(kernel, phi @ of_targets.T)
     assert close(exact, solved / (1 + np.exp(f))[:, None])
-
-
-# With loss weights; with all 1, and several labels a sample.
-@pytest.mark.parametrize("name", ["ranking", "multi_label"])
-def test_an_example_runs_to_the_report(name, trained, tmp_path):
-    study, checkpoint = trained[name]
-    given = config_of(name)["model_output"]
-    run = study.path, {"run0": checkpoint}, TARGETS
-    scores = run_stages(
-        tmp_path, *run, model_output=given["function"], proj_dim=64, output_words=given
-    )
-    files = {key: tmp_path / key for key in ("figure.png", "answer.html", "texts.h5")}
-    named = {path.stem: path for path in files.values()}
-    draw_influences(**named, scores=scores, study_file=study.path, code="code")
-    nothing = ("evaluations", "removals", "self_influence")
-    config = config_of(name) | {"study": str(study.path), "scoring": {"damping": DAMPING}}
-    config["experiments"] = {"mine": config["experiments"]["some"]}
-    write_report(
-        report=tmp_path / "report.html",
-        scores=[scores],
-        normal_matrices=[tmp_path / "normal_matrix/run0.h5"],
-        study_file=study.path,
-        config=config,
-        **dict.fromkeys(nothing, ()),
-    )
-    page, answer = (Page((tmp_path / f).read_text()) for f in ("report.html", "answer.html"))
-    for text in (page.text, answer.text):
-        assert all(given[key] in " ".join(text.split()) for key in ("name", "unit", "meaning"))
-    assert ("All loss weights are 1" in page.text) == (name != "ranking")
 
 
 def test_tables_of_an_output_without_descriptions(trained, tmp_path):
@@ -364,26 +320,6 @@ def test_an_output_in_a_file_of_its_own(trained, tmp_path):
     output = model_output(f"{tmp_path}/outputs.py:risk", nn.Linear(1, 1), None, CPU, study)
     assert output.value(torch.tensor([2.0, 1.0]), torch.tensor(1)) == 2
     assert not output.has_labels
-
-
-def test_nan_of_an_output_is_told_with_its_sample(trained, tmp_path):
-    study, checkpoint = trained["policy"]
-    (tmp_path / "outputs.py").write_text(
-        "import torch\n\ndef f(x, label):\n    return x.sum() / (label[1] - 1.0)\n"
-    )
-    where = (
-        re.compile(r"samples .* and \d+ more"),
-        re.compile(r"in the model output itself,.*2.bias"),
-    )
-    with refused("gradients.not_finite", *where):
-        run_stages(
-            tmp_path,
-            study.path,
-            {"run0": checkpoint},
-            TARGETS,
-            model_output=f"{tmp_path}/outputs.py:f",
-            proj_dim=8,
-        )
 
 
 def test_the_page_says_what_is(tmp_path):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from linear_study import with_two_checkpoints
-from pipeline import ON_CPU, features_spec
+from pipeline import EXACTLY, ON_CPU, features_spec
 from refused import refused
 from torch import backends
 
@@ -20,13 +20,12 @@ from trak_core.stages.compute_features import compute_features
 from trak_core.stages.compute_gramian import compute_gramian
 from trak_core.stages.compute_outputs import compute_embeddings, compute_outputs
 
-EXACT = {"projection": {"kind": "exact"}, "dtype": "float64"}
 TRAINING = {"model_output": "regression", "proj_dim": 8}
 STAGES = {
     compute_features: ("features", features_spec(**TRAINING)),
     compute_outputs: ("outputs", features_spec(**TRAINING, split="all")),
     compute_embeddings: ("embeddings", features_spec(**TRAINING, split="all")),
-    compute_gramian: ("gramian", features_spec("regression", **EXACT)),
+    compute_gramian: ("gramian", features_spec("regression", **EXACTLY)),
 }
 # What a user may have set, in torch's older and newer way.
 USERS = {
@@ -103,20 +102,14 @@ def test_a_stage_has_the_precision_of_its_spec(stage, precision, seen, tmp_path)
     sets = 'import torch\ntorch.set_float32_matmul_precision("medium")\n'
     study.write_text(sets + study.read_text())
     output, spec = STAGES[stage]
-    features = replaced(spec, precision)
-    given = {"checkpoint": checkpoints["c0"], "study_file": study, "spec": features, **ON_CPU}
+    given = {"checkpoint": checkpoints["c0"], "study_file": study, **ON_CPU}
+    given |= {"spec": replace(spec, precision=precision)}
     given |= {output: tmp_path / "made.h5"}
     taken = inspect.signature(stage).parameters
     stage(**{name: value for name, value in given.items() if name in taken})
     assert seen
     assert all(each == EXPECTED[precision] for each in seen)
     assert state() == before
-
-
-def replaced(spec, precision):
-    if not hasattr(spec, "features"):
-        return replace(spec, precision=precision)
-    return replace(spec, features=replace(spec.features, precision=precision))
 
 
 def test_every_stage_that_runs_a_model_reads_its_precision():

@@ -10,22 +10,16 @@ import pytest
 import torch
 import yaml
 from few_words import tokenizer, write
-from pipeline import ON_CPU, read_scores, run_config
-from refusals import preflight
+from pipeline import read_scores, run_config, token_scores
 from refused import refused
 
 import trak_core
 from trak_core import Attributor
-from trak_core.attribution import checkpoint_scorers
-from trak_core.attribution.checkpoint_scorers import ProjectedScorer
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.command.ask import _in_words
 from trak_core.command.main import main
-from trak_core.errors import InputError
 from trak_core.queries.finished_run import FinishedRun
 from trak_core.queries.question_and_answer import Answer, Asked
-from trak_core.stages.compute_token_scores import compute_token_scores
-from trak_core.study.study import Study
 
 peft = pytest.importorskip("peft", reason="with the extra `test`")
 models, texts = pytest.importorskip("models"), pytest.importorskip("texts")
@@ -163,19 +157,9 @@ def test_scores_equal_those_of_the_workflow(kind, projection, tmp_path, monkeypa
 def check_tokens(results, line, capsys):
     """Scores by token equal those of the workflow, and are shown with --tokens only."""
     specs = FinishedRun.of_folder(results).specs
-    features = results / "features/c0"
-    compute_token_scores(
-        token_scores=results / "token_scores/asked.h5",
-        scores=results / "scores/asked.h5",
-        checkpoints=[Path(specs.checkpoints["c0"].path)],
-        train_paths=[features / "train.h5"],
-        targets_paths=[features / "asked.h5"],
-        normal_matrices=[results / "normal_matrix/c0.h5"],
-        spec=specs.scores("asked"),
-        study_file=Path(specs.config["study"]),
-        question=Path("asked.jsonl"),
-        **ON_CPU,
-    )
+    study, checkpoints = Path(specs.config["study"]), {"c0": Path(specs.checkpoints["c0"].path)}
+    given = {"experiment": "asked", "question": Path("asked.jsonl")}
+    token_scores(results, study, checkpoints, specs.scores("asked"), **given)
     expected = pd.read_hdf(results / "token_scores/asked.h5", "tokens")
     answer = trak_core.open("results").ask(line, tokens=True)
     keys = ["train_id", "side", "token"]
@@ -207,52 +191,6 @@ def check_tokens(results, line, capsys):
     assert data["targets"][0]["tokens"] == own["text"].tolist()
 
 
-def check_a_long_text(results, capsys):
-    """Its only field is too long for a column. The preflight and questions accept it."""
-    (study,) = results.glob("*_study_*.py")
-    whole = Path("asked.jsonl").read_text()
-    write(Path("asked.jsonl"), [{"text": f"grass {'x' * 300}"}])
-    more = {"model_output": "language_modelling", "questions": {"asked": "asked.jsonl"}}
-    preflight(study, {"asked": None}, **more)
-    main(["ask", "mine.yaml", "--target", "0"])
-    assert capsys.readouterr().out.startswith("0: grass")
-    Path("asked.jsonl").write_text(whole)
-
-
-def check_answers_without_scores_by_token(monkeypatch, capsys, reads):
-    """The answer is printed without tokens, and a notice gives the reason."""
-    words = ["ask", "mine.yaml", "--file", "asked.jsonl", "--html", "out.html"]
-    main(words[:4])
-    whole = capsys.readouterr().out
-
-    def disk_full_reason(*_, **__):
-        raise InputError("compute.memory_mb must hold a gradient", code="gradients.memory_limit")
-
-    for owner, name, value, why in (
-        (ProjectedScorer, "cut", disk_full_reason, "compute.memory_mb must hold"),
-        (checkpoint_scorers, "count_tokens", lambda *_: 0, "Found a target without tokens"),
-        (Study, "token_texts", disk_full_reason, "compute.memory_mb must hold"),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, value)
-            main([*words, "--tokens"])
-        told = capsys.readouterr()
-        assert told.out == whole
-        assert len(re.findall(r"Notice: .*no scores by token", told.err)) == 1
-        assert why in told.err
-    cut = ProjectedScorer.cut
-    memory_mb = FinishedRun.of_folder(Path("results")).specs.config["compute"]["memory_mb"]
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            *(ProjectedScorer, "cut"),
-            lambda *given: cut(*given) if given[-1].memory_mb == memory_mb else disk_full_reason(),
-        )
-        del reads[:]
-        main([*words, "--tokens"])
-    assert "most by" in capsys.readouterr().out
-    assert len(reads) == 2  # held, then released for the gradients
-
-
 def test_control_characters_are_not_printed(monkeypatch):
     """In names of classes, ids, columns and texts. A tab in a token is printed as a space."""
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
@@ -276,7 +214,7 @@ def test_control_characters_are_not_printed(monkeypatch):
 
 
 def test_texts_that_the_model_does_not_take_and_a_study_of_another_version(
-    tmp_path, monkeypatch, capsys, reads
+    tmp_path, monkeypatch, capsys
 ):
     """Each is reported in a sentence, and the next line is answered."""
     config = of_texts(tmp_path) | {"projection": {"proj_dim": 128}}
@@ -306,8 +244,6 @@ def test_texts_that_the_model_does_not_take_and_a_study_of_another_version(
     assert told.out.startswith("q: the sky is red\n") or "\nq: the sky is red\n" in told.out
     errors = [line for line in told.err.splitlines() if line.startswith("Error: ")]
     assert [error[:14] for error in errors] == [f"Error: line {n}:" for n in (1, 2, 3)]
-    check_a_long_text(results, capsys)
-    check_answers_without_scores_by_token(monkeypatch, capsys, reads)
     (study,) = results.glob("*_study_*.py")
     study.rename(study.with_name("language_model_study_00000000.py"))
     with refused("queries.not_finished", study.name):

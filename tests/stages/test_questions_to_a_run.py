@@ -1,9 +1,7 @@
 """Questions to a finished run: the numbers of the workflow, and errors."""
 
 import json
-import os
 import re
-import weakref
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 import torch
 import yaml
 from few_words import write
+from own_checkpoints import network
 from pipeline import read_scores, run_config
 from refused import refused
 from workspace import REPOSITORY
@@ -70,13 +69,8 @@ KINDS = {
 
 def save_checkpoints(folder):
     """Save three networks after a few steps, with the state of the optimizer."""
-    names = ("weight", "bias")
     for i in range(3):
-        torch.manual_seed(i)
-        model = torch.nn.Sequential(
-            torch.nn.Linear(10, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)
-        )
-        assert {name.split(".")[1] for name, _ in model.named_parameters()} == set(names)
+        model = network(i)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
         for _ in range(3):
             optimizer.zero_grad()
@@ -244,23 +238,6 @@ def test_each_line_has_an_answer_or_an_error(here, capsys):
     assert all(f'id="target-{name}"' in page for name in ("x", "10"))
 
 
-def test_lines_of_a_table_are_numbered_as_in_an_editor(here, capsys):
-    (here.parent / "some.csv").write_text('id,row\nx,400\n\ny,"fo\nur"\nz,five\n')
-    with pytest.raises(SystemExit):
-        main(["ask", "mine.yaml", "--file", "some.csv"])
-    errors = re.findall(r"^Error: (line \d+):", capsys.readouterr().err, re.M)
-    assert errors == ["line 2", "line 4", "line 6"]
-
-
-def test_lines_may_be_piped(here, capsys):
-    reading, writing = os.pipe()
-    os.write(writing, b'{"row": 400, "id": "x"}\n')
-    os.close(writing)
-    main(["ask", "mine.yaml", "--file", f"/dev/fd/{reading}"])
-    os.close(reading)
-    assert capsys.readouterr().out.startswith("x: progress")
-
-
 def test_targets_are_given_by_id(here, capsys):
     main(["ask", "mine.yaml", "--target", "patient-342", "--target", "2", "--top", "1"])
     out, _ = capsys.readouterr()
@@ -282,54 +259,6 @@ def test_an_id_must_be_different_for_each_target_and_line(here, capsys):
         main([*words, "--csv", "same.csv", "--top", "1"])
     assert pd.read_csv("same.csv")["target_id"].tolist() == [2, 2, 1, 1]
     assert capsys.readouterr().err.count("Found 2, already used by target 2") == 2
-
-
-def test_a_session_keeps_no_scores(here, monkeypatch):
-    kept, answers = [], OpenRun.answers
-
-    def watched(*given, **more):
-        for asked, answer in answers(*given, **more):
-            kept.append(weakref.ref(answer.scores))
-            yield asked, answer
-            assert sum(scores() is not None for scores in kept) <= 2
-
-    monkeypatch.setattr(OpenRun, "answers", watched)
-    with (here.parent / "asked.jsonl").open() as lines:
-        monkeypatch.setattr("sys.stdin", lines)
-        main(["ask", "mine.yaml", "--html", "kept.html"])
-    assert len(kept) == 3
-
-
-@pytest.mark.parametrize("end", [EOFError, KeyboardInterrupt])
-def test_typed_lines_end_by_ctrl_d_or_ctrl_c(here, monkeypatch, capsys, end):
-    typed = iter(['{"row": 400}', "", "what?"])
-
-    def type_line(prompt):
-        try:
-            return next(typed)
-        except StopIteration:
-            raise end from None
-
-    monkeypatch.setattr("builtins.input", type_line)
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    main(["ask", "mine.yaml", "--csv", "typed.csv"])
-    assert len(pd.read_csv("typed.csv")) == 10
-    err = capsys.readouterr().err
-    assert "line 3: " in err
-    assert err.endswith("\n\nwrote: typed.csv\n")  # after a line break, which was not typed
-
-
-def test_a_closed_pipe_is_no_error(here, monkeypatch, capsys):
-    reading, writing = os.pipe()
-    os.close(reading)
-    lines = here.parent / "two.jsonl"
-    lines.write_text('{"row": 400}\n{"row": 3}\n')
-    with lines.open() as given, os.fdopen(writing, "w") as out, monkeypatch.context() as piped:
-        piped.setattr("sys.stdin", given)
-        piped.setattr("sys.stdout", out)
-        main(["ask", "mine.yaml"])
-        print("as Python at exit", file=out, flush=True)
-    assert capsys.readouterr().err == ""
 
 
 def test_an_unfinished_or_changed_run_is_refused(tmp_path, monkeypatch):
@@ -382,11 +311,8 @@ def test_an_unfinished_or_changed_run_is_refused(tmp_path, monkeypatch):
     [
         (["--file", "none.jsonl"], "command.no_file", "none.jsonl"),
         (["--html", "results"], "command.no_output_folder", "results"),
-        (["--csv", "none/out.csv"], "command.no_output_folder", "none/out.csv"),
         (["--csv", "a.x", "--html", "./a.x"], "command.output_of_run", "a.x"),
-        (["--csv", "mine.yaml"], "command.output_of_run", "mine.yaml"),
         (["--file", "asked.jsonl", "--csv", "linked.csv"], "command.output_of_run", "linked.csv"),
-        (["--html", "patients.py"], "command.output_of_run", "patients.py"),
         (["--html", "linked.pt"], "command.output_of_run", "linked.pt"),
         (["--html", "results/answers.html"], "command.output_of_run", "results/answers.html"),
         (["--top", "0"], "command.top", "0"),

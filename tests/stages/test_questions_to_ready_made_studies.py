@@ -22,7 +22,6 @@ from refused import refused
 import trak_core
 from trak_core.command.main import main
 from trak_core.queries.question_and_answer import Asked, as_of_class
-from trak_core.stages.draw_influences import draw_influences
 from trak_core.study.study import Study
 
 # It names no classes.
@@ -55,15 +54,6 @@ def make_images(folder):
     return {"study": "image_folder"}, {"images": "train"}, 48, 2
 
 
-def drawn_page(results):
-    """The page that a run makes of the experiment."""
-    paths = {key: results / f"drawn.{key}" for key in ("figure", "answer", "texts")}
-    (study,) = results.glob("*_study_*.py")
-    given = {"study_file": study, "question": results.parent / "asked.jsonl", "code": "code"}
-    draw_influences(**paths, scores=results / "scores/asked.h5", **given)
-    return paths["answer"].read_text()
-
-
 def check_another_label(folder, capsys):
     """As docs/how-to/questions.md asks for it: the answer of a line with that label."""
     shutil.copy("mine.yaml", "images.yaml")
@@ -76,30 +66,14 @@ def check_another_label(folder, capsys):
     )
     page = Path("dog.html").read_text()
     assert "own_label cat" in page
-    for told in (
-        "certain the model is of the class asked about, dog.",
-        "own_label: the class of the sample",
-    ):
-        assert told in page
-    for told in ("own_label is a column", "f is that of the target's own label", "are suspects"):
-        assert told not in page
+    assert "are suspects" not in page
     write(folder / "dog.jsonl", [{"path": "new.png", "label": "dog", "id": "new"}])
     main(["ask", "images.yaml", "--file", "dog.jsonl"])
     assert capsys.readouterr().out == by_label.replace(own, "")
-    words = [*shlex.split(called)[2:], "--file", "images.jsonl", "--html", "both.html"]
-    write(folder / "images.jsonl", [{"path": "new.png", "label": "cat", "id": "line"}])
-    main([*words])
-    page = Path("both.html").read_text()
-    assert "of the class asked about, dog, or of the label in the line." in page
-    assert "own_label None" not in page
-    assert "own_own_label" not in page
     capsys.readouterr()
     with pytest.raises(SystemExit):
         main(["ask", "images.yaml", "--target", "new", "--label", "fox"])
     assert "A label must be one of cat, dog. Found fox." in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["ask", "images.yaml", "--label", "dog"])
-    assert "--label needs --target" in capsys.readouterr().err
 
 
 def test_another_label_is_a_class():
@@ -169,8 +143,4 @@ def test_ready_made_studies_take_the_lines_of_an_experiment(tmp_path, monkeypatc
     assert ("--label CLASS" in page) == ("<p>label cat, predicted dog" in page)
     assert '<span class="words" dir="auto">cat' not in page
     assert f"Study: {config['study']}<" in page
-    if make is make_images:
-        drawn = drawn_page(results)
-        assert "<p>label cat, predicted" in drawn
-        assert "Study: image_folder<" in drawn
     sys.modules.pop("nets")

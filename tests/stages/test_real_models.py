@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from oracle import projected
 from pipeline import ON_CPU, features_spec
 from refused import refused
 from torch.nn.functional import cross_entropy
@@ -12,16 +13,7 @@ from torch.nn.functional import cross_entropy
 from trak_core.artifacts import FEATURES, open_artifact
 from trak_core.attribution.sample_outputs import model_output
 from trak_core.errors import InputError
-from trak_core.gradients import (
-    formed_gradients,
-    gradient_method,
-    gradients_at_once,
-    gradients_one_by_one,
-    select_parameters,
-)
-from trak_core.model_outputs.supervised import CLASSIFICATION
-from trak_core.projection.reference import projection_matrix
-from trak_core.settings import NormalSpec, ProjectionSpec, matrix_shape, stream_of
+from trak_core.settings import NormalSpec
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.compute_scores import compute_normal_matrix
 from trak_core.study.dataset_split import Split
@@ -119,12 +111,8 @@ class Case:
             rows.append(torch.cat([g.flatten() for g in gradients]))
             outputs.append(f.item())
             weights.append(q.item())
-        gradients = torch.stack(rows).numpy()
-        shapes = [matrix_shape(p.shape) for p in parameters] if kind == "tensor_sketch" else None
-        sizes = {"n_params": gradients.shape[1], "proj_dim": PROJ_DIM, "shapes": shapes}
-        spec = ProjectionSpec(kind=kind, **sizes, seed=0, stream=stream_of("c0"))
-        projected = gradients @ projection_matrix(spec).astype(np.float64) * spec.scale
-        return projected, np.array(outputs), np.array(weights)
+        features = projected(torch.stack(rows).numpy(), PROJ_DIM, kind, parameters=parameters)
+        return features, np.array(outputs), np.array(weights)
 
 
 def read(file):
@@ -211,21 +199,6 @@ def test_a_model_of_pairs_needs_a_scale_and_its_inputs():
 class Pair(torch.nn.Module):
     def forward(self, image, text):
         return image, text
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_both_kinds_of_attention_give_the_same(attention):
-    model = models.bert()
-    model.set_attn_implementation(attention)
-    ids, mask = models.texts(20)
-    assert 0 < int(mask.all(1).sum()) < 20  # texts with padding, and some without
-    batch = {"input_ids": ids, "attention_mask": mask, "labels": models.classes(20)}
-    parameters = select_parameters(model, None)
-    assert gradient_method(model, parameters, CLASSIFICATION, batch) is gradients_at_once
-    found = formed_gradients(gradients_at_once, model, parameters, CLASSIFICATION, batch)
-    expected = formed_gradients(gradients_one_by_one, model, parameters, CLASSIFICATION, batch)
-    for key, gradient in expected.gradients.items():
-        torch.testing.assert_close(found.gradients[key], gradient, rtol=1e-4, atol=1e-5)
 
 
 def test_a_normal_matrix_with_curvature_needs_some(tmp_path):

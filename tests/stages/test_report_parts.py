@@ -1,20 +1,15 @@
 """Parts of the report: numbers, charts, warnings."""
 
-import itertools
 from dataclasses import replace
-from types import SimpleNamespace
 from urllib.parse import quote
 
 import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from report_page import Page
 from reported import DESCRIBE, DRAW, HOSTILE, lds, page_of, results_of, study_with
 
-from trak_core.model_outputs.about_outputs import TABLE
-from trak_core.report.charts import influences_figure
-from trak_core.report.describe_samples import EACH, Examples, targets_shown
+from trak_core.report.describe_samples import EACH
 from trak_core.report.read_results import (
     File,
     n_trained_on,
@@ -23,24 +18,9 @@ from trak_core.report.read_results import (
     side_by_side,
 )
 from trak_core.report.render import rendered, score_warnings, study_warnings
-from trak_core.report.template_filters import (
-    fixed,
-    number,
-    of_target,
-    of_training_sample,
-    percent,
-    plural,
-    signed,
-)
+from trak_core.report.template_filters import fixed, number, percent, plural, signed
 from trak_core.settings import MEAN_OF
 from trak_core.study.show_samples import readable
-
-
-@pytest.mark.parametrize(
-    ("n_experiments", "shown"), [(1, [20]), (7, [17] * 7), (120, [1] * 120), (150, [1] * 120)]
-)
-def test_the_number_of_shown_targets_is_limited(n_experiments, shown):
-    assert targets_shown(n_experiments) == shown + [0] * (n_experiments - len(shown))
 
 
 @pytest.mark.parametrize(
@@ -65,20 +45,6 @@ def test_numbers_are_formatted(shown, text):
 
 
 @pytest.mark.parametrize(
-    ("output", "target", "train"),
-    [
-        ("image_classification", "label 8, predicted 20.5", "label 8"),
-        ("language_modelling", "tokens 8, right 20.5", "tokens 8"),
-        ("clip", "told apart 20.5", ""),
-    ],
-)
-def test_labels_have_the_name_of_the_model_output(output, target, train):
-    about = TABLE[output]
-    assert of_target(SimpleNamespace(label=8, prediction=20.5), about) == target
-    assert of_training_sample(SimpleNamespace(train_label=8), about) == train
-
-
-@pytest.mark.parametrize(
     ("text", "shown"),
     [
         ("", ""),
@@ -92,30 +58,6 @@ def test_labels_have_the_name_of_the_model_output(output, target, train):
 )
 def test_the_beginning_of_a_text(text, shown):
     assert readable(text, 4) == shown
-
-
-def test_titles_of_tiles_do_not_overlap():
-    """For ids that are long paths of images."""
-    ids = [f"scans/anna/img_{i:04}_turned.png" for i in range(2 * EACH)]
-    influences = pd.DataFrame({
-        "target_id": "scans/held/img_0001_anna.png",
-        "rank": [*range(1, EACH + 1)] * 2,
-        "sign": np.repeat([1, -1], EACH),
-        "train_id": ids,
-        "train_label": 8,
-        "score": np.repeat([0.012345, -0.012345], EACH),
-    })
-    shown = pd.DataFrame({"id": ["scans/held/img_0001_anna.png"], "label": 3, "prediction": 5})
-    spec = {"experiment": "mine", "model_output": "image_classification"}
-    tables = {"shown": shown, "top_influences": influences}
-    about = File("scores/mine.h5", "hash", {}, spec, tables)
-    texts = dict.fromkeys([*ids, *shown["id"]], "a text")
-    figure = influences_figure(Examples(about, texts, texts, drawn=False, described=True))
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    boxes = [axes.title.get_window_extent(canvas.get_renderer()) for axes in figure.axes]
-    assert len(boxes) == 1 + 2 * EACH
-    assert all(right.x0 > left.x1 for left, right in itertools.pairwise(boxes))
 
 
 def test_samples_of_several_experiments_are_compared(results, tmp_path, monkeypatch):
@@ -217,37 +159,6 @@ def test_each_change_has_one_warning(change, title, also_of_scores):
 
 
 @pytest.mark.parametrize(
-    ("scores", "told"),
-    [
-        ([0.5, -0.5], "The effects of the two samples have the same size."),
-        ([0.5, -0.501], "The effects of the two samples have the same size."),
-        ([0.5, -0.25], "The effect of the first sample is 2 times as large"),
-        ([0.5, -0.6], "The effect of the second sample is 1.2 times as large"),
-    ],
-)
-def test_the_effects_of_the_example_are_compared(scores, told):
-    results = results_of()
-    (experiment,) = results.experiments
-    rows = [{"target_id": 0, "train_id": s, "sign": np.sign(s), "score": s} for s in scores]
-    shown = {"shown": experiment.tables["targets"], "top_influences": pd.DataFrame(rows)}
-    attributes = {**experiment.attributes, "unit": "relative", "one_loss_weight": False}
-    experiment = replace(experiment, tables=experiment.tables | shown, attributes=attributes)
-    results = replace(results, experiments=[experiment])
-    page = Page(
-        rendered("how_to_read", results=results, output=output_of(experiment), first=("", ""))
-    )
-    assert told in page.text
-    assert "1 times" not in page.text
-
-
-def test_warnings_name_checkpoints_and_counts():
-    assert "c0, c1 and c2 have the same weights" in warned(n_copies=2).text
-    assert titles(n_checkpoints=1, sd=0.0) == ["Few checkpoints"]
-    assert titles(n_trained_on=4) == []  # of 8
-    assert "5 of 8 targets of experiment mine" in warned(n_trained_on=5).text
-
-
-@pytest.mark.parametrize(
     ("ids", "outputs", "labels", "n"),
     [
         ([2, 0], [0.3 + 1e-5, 0.1], [1, 0], 2),
@@ -261,20 +172,6 @@ def test_targets_that_are_training_samples_are_counted(ids, outputs, labels, n):
     targets = pd.DataFrame({"id": ids, "label": labels, "output": outputs})
     assert n_trained_on(targets, train) == n
     assert n_trained_on(targets.assign(**{MEAN_OF: "x"}), train) == 0
-
-
-def test_exact_scores_are_suggested_for_one_checkpoint_of_few_texts():
-    one = {"n_checkpoints": 1, "n_train": 5000, "model_output": "language_modelling"}
-    assert "projection: exact" in warned(**one).text
-    others = {"n_checkpoints": 2}, {"n_train": 5001}, {"kind": "exact"}, {"model_output": "loss"}
-    for other in others:
-        assert "projection: exact" not in warned(**one | other).text
-
-
-def test_answers_have_no_warning_of_saturation():
-    answers = results_of(saturated=0.9).experiments[0]
-    attributes = {name: v for name, v in answers.attributes.items() if name != "saturated"}
-    assert score_warnings(replace(answers, attributes=attributes)) == []
 
 
 @pytest.mark.parametrize(
@@ -297,14 +194,6 @@ def test_the_share_of_the_ceiling_is_shown_if_it_is_known(ours, ceiling, low, hi
     assert ("perfect method would reach about 0.60" in text) == (ceiling is not None)
     assert ("The scores reach" in text) == bool(share)
     assert not share or f"The scores reach {share} of that" in text
-
-
-def test_no_share_of_a_ceiling_of_other_seeds():
-    evaluations = lds(0.3, 0.2, 0.1, 0.6)
-    evaluations["mine"].attributes["same_seeds"] = 1
-    text = Page(rendered("trust", results=results_of(evaluations=evaluations))).text
-    assert "for any seed would reach about 0.60 (0.50 to 0.90)" in text
-    assert "The scores reach" not in text
 
 
 @pytest.mark.parametrize(

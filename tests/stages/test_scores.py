@@ -1,6 +1,6 @@
 """The stages, end to end in one process, against an independent float64 implementation."""
 
-from functools import cache, partial
+from functools import cache
 from importlib.metadata import version
 
 import h5py
@@ -9,8 +9,8 @@ import oracle
 import pandas as pd
 import pytest
 import torch
-from linear_study import with_two_checkpoints
-from pipeline import averaged, read_scores, run_exact_stages, run_stages, scores_spec
+from linear_study import SPEC, with_two_checkpoints
+from pipeline import averaged, read_scores, run_stages
 from refused import refused
 from scipy.stats import spearmanr
 from trained_cases import assert_close
@@ -306,9 +306,8 @@ def test_gradients_without_information_are_refused(digits, tmp_path, code, proj_
             bad = digits.spoiled(tmp_path / "bad.pt", lambda state: state["8.weight"].zero_())
             digits.stages(results, checkpoints=bad, proj_dim=proj_dim, parameters=["0.*"])
         study, checkpoints, targets = with_two_checkpoints(tmp_path)
-        run = run_exact_stages if proj_dim is None else partial(run_stages, proj_dim=proj_dim)
-        given = results, study, checkpoints, targets
-        run(*given, model_output="regression", parameters=["bias"])
+        given = {"model_output": "regression", "parameters": ["bias"], "proj_dim": proj_dim}
+        run_stages(results, study, checkpoints, targets, **given)
     assert not list(results.rglob("*.h5*"))
 
 
@@ -395,8 +394,7 @@ def target_columns():
 
 def test_tables_have_help_harm_and_the_columns_of_the_study(tmp_path):
     study, checkpoints, targets = with_two_checkpoints(tmp_path)
-    settings = {"model_output": "regression"}
-    path = run_stages(tmp_path, study, checkpoints, targets, proj_dim=8, **settings)
+    path = run_stages(tmp_path, study, checkpoints, targets, model_output="regression")
     scores, train = read_scores(path).astype(float), pd.read_hdf(path, "train")
     about = pd.read_hdf(path, "targets").set_index("id")
     gains = scores * np.sign(about["label"] - about["prediction"])
@@ -405,10 +403,8 @@ def test_tables_have_help_harm_and_the_columns_of_the_study(tmp_path):
     parts = sorted((tmp_path / "scores/mine").glob("*.h5"))
     with open_artifact(path, SCORES) as file:
         before = file.content_hash
-    projection = {"kind": "rademacher", "proj_dim": 8, "seed": 0}
-    spec = scores_spec(checkpoints, targets, projection=projection, **settings)
     study.write_text(study.read_text() + COLUMNS)
-    again = averaged(tmp_path / "again.h5", parts, spec, study_file=study)
+    again = averaged(tmp_path / "again.h5", parts, SPEC, study_file=study)
     assert pd.read_hdf(again, "train", where="id == 4")["annotator"].tolist() == ["bert"]
     assert pd.read_hdf(again, "targets")["page"].tolist() == [3, 1, 7]
     assert read_scores(again).equals(read_scores(path))

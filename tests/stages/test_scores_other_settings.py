@@ -1,7 +1,7 @@
 """Stages refuse files of another config."""
 
 import pytest
-from pipeline import averaged, changed, scores_spec
+from pipeline import EXACTLY, averaged, changed, scores_spec
 
 from trak_core.dependency_digests import content_digest
 from trak_core.errors import InputError
@@ -9,10 +9,7 @@ from trak_core.settings import EXACT
 from trak_core.stages.compute_scores import compute_exact_scores, compute_scores
 
 RADEMACHER = {"kind": "rademacher", "proj_dim": 16, "seed": 0}
-METHODS = {
-    "projected": {"projection": RADEMACHER},
-    "exact": {"projection": {"kind": EXACT}, "dtype": "float64"},
-}
+METHODS = {"projected": {"projection": RADEMACHER}, "exact": EXACTLY}
 
 
 @pytest.fixture(scope="module")

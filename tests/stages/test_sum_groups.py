@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from linear_study import with_two_checkpoints
 from pages import follow
-from pipeline import averaged, read_scores, run_exact_stages, run_stages, scores_spec
+from pipeline import averaged, read_scores, run_stages, scores_spec
 
 from trak_core.config.memory_needs import GroupsNeed
 from trak_core.stages.sum_groups import sum_groups
@@ -19,12 +19,6 @@ def train_columns():
     return {"annotator": ["anna", "bert", "cleo"] * 10, "batch": [7] * 30}
 """
 SETTINGS = {"combine": "unit_average", "model_output": "regression"}
-PROJECTED = SETTINGS | {"proj_dim": 8, "kind": "rademacher"}
-PROJECTION = {"kind": "rademacher", "proj_dim": 8, "seed": 0}
-
-
-def spec_of(checkpoints, targets, **settings):
-    return scores_spec(checkpoints, targets, **SETTINGS, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -33,21 +27,17 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("groups")
     study, checkpoints, targets = with_two_checkpoints(folder)
     study.write_text(study.read_text() + COLUMNS)
-    run_stages(folder / "full", study, checkpoints, targets, **PROJECTED)
-    run_stages(
-        folder / "top_k", study, checkpoints, targets, **PROJECTED, made=folder / "full",
-        keep="top_k",
-    )  # fmt: skip
-    run_exact_stages(folder / "exact", study, checkpoints, targets, **SETTINGS)
+    run_stages(folder / "full", study, checkpoints, targets, **SETTINGS)
+    kept = {"made": folder / "full", "keep": "top_k"}
+    run_stages(folder / "top_k", study, checkpoints, targets, **SETTINGS, **kept)
+    run_stages(folder / "exact", study, checkpoints, targets, **SETTINGS, proj_dim=None)
     return folder, study, checkpoints, targets
 
 
 def summed(made, way, group_by=("annotator",), memory_mb=500) -> Path:
     folder, study, checkpoints, targets = made
-    exact = {"projection": {"kind": "exact"}, "dtype": "float64"}
-    spec = spec_of(
-        checkpoints, targets, **(exact if way == "exact" else {"projection": PROJECTION})
-    )
+    proj_dim = None if way == "exact" else 8
+    spec = scores_spec(checkpoints, targets, **SETTINGS, proj_dim=proj_dim)
     parts = [folder / way / f"scores/mine/{c}.h5" for c in checkpoints]
     phis = [folder / f"full/features/{c}/train.h5" for c in checkpoints] if way == "top_k" else []
     scores = folder / way / "scores/with_columns.h5"

@@ -7,7 +7,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from oracle import projected
 from pipeline import ON_CPU, features_spec
+from refusals import preflight
 from refused import refused
 
 from trak_core.artifacts import FEATURES, GRAMIAN, OUTPUTS, open_artifact
@@ -16,15 +18,13 @@ from trak_core.attribution.batch_by_length import order_samples
 from trak_core.errors import InputError
 from trak_core.gradients import gradient_terms
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
-from trak_core.projection.reference import projection_matrix
-from trak_core.settings import EXACT, ProjectionSpec, matrix_shape, stream_of
+from trak_core.settings import EXACT
 from trak_core.stages import compute_outputs as outputs_stage
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.compute_gramian import compute_gramian
 from trak_core.stages.compute_outputs import compute_embeddings, compute_outputs
 from trak_core.stages.join_shards import join_shards
-from trak_core.stages.preflight_study import preflight_study
-from trak_core.study.dataset_split import Split
+from trak_core.study.study import Study
 
 texts = pytest.importorskip("texts", reason="needs transformers, which `make test` has")
 N_TRAIN, PROJ_DIM, OUTPUT = 30, 32, "language_modelling"
@@ -83,13 +83,8 @@ class Case:
             return artifact.matrix("gramian")[:], artifact.vector("outputs"), ids
 
     def preflight(self):
-        return preflight(self.study, OUTPUT, {"train": None, "mine": [0, 2]})
-
-
-def preflight(study, output, splits):
-    request = {"splits": splits, "shards": dict.fromkeys(splits, 1), "weighting": "plain"}
-    request |= {"model_output": output, "parameter_patterns": None, "training": None}
-    return preflight_study(study_file=study, **request)
+        splits = {"train": None, "mine": [0, 2]}
+        return preflight(self.study, splits, model_output=OUTPUT)
 
 
 @pytest.fixture
@@ -122,15 +117,6 @@ def assert_same(file, expected_file):
             close(column, expected)
 
 
-def projected(case, rows, kind):
-    shapes = None
-    if kind == "tensor_sketch":
-        shapes = [matrix_shape(p.shape) for p in case.model.parameters()]
-    sizes = {"n_params": rows.shape[1], "proj_dim": PROJ_DIM, "shapes": shapes}
-    spec = ProjectionSpec(kind=kind, **sizes, seed=0, stream=stream_of("c0"))
-    return rows @ projection_matrix(spec) * spec.scale
-
-
 @pytest.mark.parametrize("case", MODELS, indirect=True)
 def test_features_equal_autograd_of_each_text(case, capsys):
     assert case.preflight()["n_samples"] == {"train": N_TRAIN, "mine": 2}
@@ -139,11 +125,12 @@ def test_features_equal_autograd_of_each_text(case, capsys):
         ids, features, labels, outputs, _ = read(case.features("train", kind))
         assert "Notice" not in capsys.readouterr().out
         assert ids == case.ids
-        close(features, projected(case, rows, kind))
+        close(features, projected(rows, PROJ_DIM, kind, parameters=case.model.parameters()))
         close(outputs, expected)
         assert labels.tolist() == [len(sample["labels"]) - 1 for sample in case.samples()]
     _, features, *_ = read(case.features("mine", kind, split="mine"))
-    close(features, projected(case, rows_of_mine, kind))
+    parameters = case.model.parameters()
+    close(features, projected(rows_of_mine, PROJ_DIM, kind, parameters=parameters))
 
 
 @pytest.mark.parametrize("case", ["GPT-2", "no mask"], indirect=True)
@@ -185,12 +172,6 @@ def test_gramians_equal_autograd(case, batch_size):
     assert ids == (case.ids, [5, 2, 0, 6])
     close(gramian, rows @ columns[[5, 2, 0, 6]].T)
     close(outputs, of_targets[[5, 2, 0, 6]])
-
-
-def case_module(case):
-    names = {}
-    exec(case.study.read_text(), names)
-    return type("Study", (), {k: staticmethod(v) for k, v in names.items() if callable(v)})
 
 
 def test_embeddings_are_means_over_a_text_s_own_tokens(tmp_path, monkeypatch):
@@ -265,14 +246,6 @@ MISFITS = {
         "{**one, 'x': torch.zeros(len(one['labels']), 2 + (i == 8))}",
         r"for x: \(\d+, [23]\) in sample text-\d+, ",
     ),
-    "a mask a pair of tokens": (
-        "{**one, 'attention_mask': torch.ones(len(one['labels']), len(one['labels']))}",
-        r"for attention_mask: \((\d+), \1\) in sample text-\d+",
-    ),
-    "inputs longer than labels": (
-        "{**one, 'input_ids': one['input_ids'][: 9 - (i == 8)]}",
-        r"Found for input_ids: ",
-    ),
     "other inputs": (
         "{**one, 'x': 1} if i == 8 else one",
         r"Found input_ids.* in sample text-\d+, ",
@@ -288,27 +261,9 @@ import torch
 def train_data():
     return [{how} for i, one in enumerate(texts.data(30, 0))]
 """)
-    split = Split(case_module(case).train_data(), case.ids)
+    split = Study.load(case.study).split("train", None)
     with pytest.raises(InputError, match=expected):  # before the model sees them
         order_samples([split], case.model, LANGUAGE_MODELLING)
-
-
-@pytest.mark.parametrize(("output", "n_out"), [("image_classification", 2), ("regression", 1)])
-def test_preflight_finds_images_of_different_sizes(output, n_out, tmp_path):
-    study = tmp_path / "study.py"
-    study.write_text(f"""
-import torch
-
-def make_model():
-    return torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(2), torch.nn.Flatten(),
-                               torch.nn.Linear(12, {n_out}))
-
-def train_data():
-    return [(torch.zeros(3, 8, 8 + (i == 9)), 1) for i in range(20)]
-""")
-    sizes = r"Found for argument 0: \(3, 8, [89]\) in sample \d+; "
-    with pytest.raises(InputError, match=rf"train_data\(\): .*\. {sizes}"):
-        preflight(study, output, {"train": None})
 
 
 @pytest.mark.parametrize("case", ["Llama", "GPT-2", "no mask"], indirect=True)

@@ -3,10 +3,9 @@
 import pandas as pd
 import pytest
 import torch
-from pipeline import ON_CPU, run_stages, scores_spec
+from pipeline import run_stages, scores_spec, token_scores
 
 from trak_core.artifacts import verify
-from trak_core.stages.compute_token_scores import compute_token_scores
 
 pytest.importorskip("transformers")
 STUDY = """
@@ -18,11 +17,13 @@ drawn = torch.Generator().manual_seed(0)
 sizes = torch.randint(3, 9, (N,), generator=drawn).tolist()
 texts = [torch.randint(9, (size,), generator=drawn) for size in sizes]
 
+size = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 8, "vocab_size": 9}
+tokens = {"bos_token_id": None, "eos_token_id": None, "loss_type": "ForCausalLM"}
+config = GPT2Config(**size, **tokens)
+
 def make_model():
     torch.manual_seed(0)
-    size = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 8, "vocab_size": 9}
-    tokens = {"bos_token_id": None, "eos_token_id": None, "loss_type": "ForCausalLM"}
-    return GPT2LMHeadModel(GPT2Config(**size, **tokens))
+    return GPT2LMHeadModel(config)
 
 def samples(chosen):
     return [{"input_ids": text, "labels": text} for text in chosen]
@@ -65,34 +66,17 @@ SETTINGS = {
 }
 
 
-def cut(folder, study, checkpoints, scores, spec):
-    folders = [folder / "features" / name for name in checkpoints]
-    path = folder / "token_scores/mine.h5"
-    compute_token_scores(
-        token_scores=path,
-        scores=scores,
-        checkpoints=list(checkpoints.values()),
-        train_paths=[folder / "train.h5" for folder in folders],
-        targets_paths=[folder / "mine.h5" for folder in folders],
-        normal_matrices=[folder / f"normal_matrix/{name}.h5" for name in checkpoints],
-        spec=spec,
-        study_file=study,
-        **ON_CPU | {"batch_size": 3},
-    )
-    return path
-
-
 @pytest.mark.parametrize(
     ("kind", "name"),
     [("rademacher", "plain"), ("tensor_sketch", "unit"), ("hadamard", "normalized")],
 )
 def test_rows_add_up_to_the_scores(given, tmp_path, kind, name):
     study, checkpoints, texts = given
-    settings = {"model_output": "language_modelling", "damping": 0.5, **SETTINGS[name]}
-    scores = run_stages(tmp_path, study, checkpoints, TARGETS, proj_dim=16, kind=kind, **settings)
-    projection = {"kind": kind, "proj_dim": 16, "seed": 0}
-    spec = scores_spec(checkpoints, TARGETS, projection=projection, **settings)
-    path = cut(tmp_path, study, checkpoints, scores, spec)
+    given = {"model_output": "language_modelling", "damping": 0.5, "proj_dim": 16, "kind": kind}
+    settings = given | SETTINGS[name]
+    scores = run_stages(tmp_path, study, checkpoints, TARGETS, **settings)
+    spec = scores_spec(checkpoints, TARGETS, **settings)
+    path = token_scores(tmp_path, study, checkpoints, spec, batch_size=3)
     verify(path)
     top = pd.read_hdf(scores, "top_influences").set_index(["target_id", "train_id"])["score"]
     tokens, layers = (pd.read_hdf(path, key) for key in ("tokens", "layers"))
@@ -130,9 +114,7 @@ for i, text in enumerate(texts):
     text[0] = 8 if i in (11, 12) else i % 8
 
 def make_model():
-    size = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 8, "vocab_size": 9}
-    tokens = {"bos_token_id": None, "eos_token_id": None, "loss_type": "ForCausalLM"}
-    return Stopped(GPT2Config(**size, **tokens))
+    return Stopped(config)
 """
 
 
@@ -144,9 +126,8 @@ def test_targets_without_scores_are_left_out(given, tmp_path, monkeypatch):
     checkpoints = {"c0": checkpoints["c0"]}
     study = tmp_path / "texts_study.py"
     study.write_text(STUDY + STOPPED)
-    settings = {"model_output": "language_modelling", "damping": 0.5}
-    scores = run_stages(tmp_path, study, checkpoints, targets, proj_dim=16, **settings)
-    projection = {"kind": "rademacher", "proj_dim": 16, "seed": 0}
-    spec = scores_spec(checkpoints, targets, projection=projection, **settings)
-    path = cut(tmp_path, study, checkpoints, scores, spec)
+    settings = {"model_output": "language_modelling", "damping": 0.5, "proj_dim": 16}
+    run_stages(tmp_path, study, checkpoints, targets, **settings)
+    spec = scores_spec(checkpoints, targets, **settings)
+    path = token_scores(tmp_path, study, checkpoints, spec, batch_size=3)
     assert set(pd.read_hdf(path, "tokens")["target_id"]) == {0, 3}

@@ -4,26 +4,23 @@ import re
 from dataclasses import replace
 from urllib.parse import quote
 
+import numpy as np
 import pandas as pd
 import pytest
 from in_browser import CHROMIUM, in_browser
-from linear_study import with_two_checkpoints
+from linear_study import SPEC, with_two_checkpoints
 from pipeline import ON_CPU, averaged, run_stages, scores_spec
 from report_page import Page
 from reported import CODES, DRAW, HOSTILE, STUDY, TARGETS, check_alone, study_with
 
 from trak_core.artifacts import ArtifactError
-from trak_core.lists.lists import few_targets
-from trak_core.model_outputs.about_outputs import about_output
 from trak_core.runtime.files import write_csv
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.compute_scores import compute_scores, compute_self_influence
-from trak_core.stages.draw_influences import _facts, show_list
+from trak_core.stages.draw_influences import show_list
 from trak_core.stages.retrain import listed_rows
 from trak_core.stages.write_list import _write, find_duplicates, write_list
 from trak_core.study.sample_columns import with_class_names
-
-PROJECTION = {"kind": "rademacher", "proj_dim": 8, "seed": 0}
 
 
 @pytest.fixture(scope="module")
@@ -32,27 +29,29 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lists")
     study, checkpoints, targets = with_two_checkpoints(folder)
     study.write_text(study.read_text() + "\nx[9], y[9] = x[4], y[4]\nx[31], y[31] = x[6], y[6]\n")
-    given = {"model_output": "regression", "proj_dim": 8, "kind": "rademacher"}
-    path = run_stages(folder, study, checkpoints, targets, **given)
-    return folder, path, scores_spec(
-        checkpoints, targets, model_output="regression", projection=PROJECTION
-    )  # fmt: skip
+    path = run_stages(folder, study, checkpoints, targets, model_output="regression")
+    return folder, path, SPEC
 
 
-@pytest.mark.parametrize("memory_mb", [1, 500])
-def test_planted_copies_are_found(finished, tmp_path, memory_mb):
-    folder, _, spec = finished
+def copies_in(folder, listed, spec, memory_mb=500):
+    """Return all pairs of the list, those that are equal, and the ids of these."""
     find_duplicates(
-        listed=tmp_path / "duplicates.csv",
+        listed=listed,
         train_path=folder / "features/c0/train.h5",
         targets_path=folder / "features/c0/mine.h5",
         spec=spec.under("c0"),
         code="code",
         memory_mb=memory_mb,
     )
-    pairs = pd.read_csv(tmp_path / "duplicates.csv")
+    pairs = pd.read_csv(listed)
     exact = pairs[pairs["closeness"] == 1]
-    names = exact[["id", "other_id", "among"]].to_numpy().tolist()
+    return pairs, exact, exact[["id", "other_id", "among"]].to_numpy().tolist()
+
+
+@pytest.mark.parametrize("memory_mb", [1, 500])
+def test_planted_copies_are_found(finished, tmp_path, memory_mb):
+    folder, _, spec = finished
+    pairs, exact, names = copies_in(folder, tmp_path / "duplicates.csv", spec, memory_mb)
     assert names == [[9, "4", "train"], [6, "target-1", "mine"]]
     assert exact["label"].tolist() == exact["other_label"].tolist()
     assert pairs["rank"].tolist() == list(range(1, len(pairs) + 1))
@@ -70,20 +69,10 @@ def test_a_target_that_is_a_training_sample_is_not_a_copy(tmp_path):
         + "    a[7], b[7] = x[20], y[20]\n    return TensorDataset(a, b)\n"
     )
     targets, checkpoints = list(range(9)), {"c0": checkpoints["c0"]}
-    given = {"model_output": "regression", "proj_dim": 8, "kind": "rademacher"}
-    run_stages(tmp_path, study, checkpoints, targets, **given)
-    spec = scores_spec(checkpoints, targets, model_output="regression", projection=PROJECTION)
-    find_duplicates(
-        listed=tmp_path / "duplicates.csv",
-        train_path=tmp_path / "features/c0/train.h5",
-        targets_path=tmp_path / "features/c0/mine.h5",
-        spec=spec.under("c0"),
-        code="code",
-        memory_mb=500,
-    )
-    pairs = pd.read_csv(tmp_path / "duplicates.csv")
-    exact = pairs.loc[pairs["closeness"] == 1, ["id", "other_id", "among"]]
-    assert exact.to_numpy().tolist() == [[9, 4, "train"], [20, 7, "mine"]]
+    run_stages(tmp_path, study, checkpoints, targets, model_output="regression")
+    spec = scores_spec(checkpoints, targets, model_output="regression")
+    *_, names = copies_in(tmp_path, tmp_path / "duplicates.csv", spec)
+    assert names == [[9, 4, "train"], [20, 7, "mine"]]
 
 
 def test_lists_are_sorted_by_the_table_of_scores(finished, tmp_path):
@@ -104,6 +93,31 @@ def test_lists_are_sorted_by_the_table_of_scores(finished, tmp_path):
         write_list(**given, spec=spec, self_influence=[features], kind="suspects")
 
 
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("larger_is_better", [True, False, None])
+def test_help_and_harm_need_larger_is_better(tmp_path, larger_is_better, shards):
+    """A user-defined output has help and harm only if the config sets `larger_is_better`."""
+    study, checkpoints, targets = with_two_checkpoints(tmp_path)
+    function = "def f(returned, label):\n    return -(returned[0] - label).square() / 2\n"
+    study.write_text(f"{study.read_text()}\n\n{function}")
+    given = {"model_output": f"{study}:f", "damping": 2}
+    words = {} if larger_is_better is None else {"larger_is_better": larger_is_better}
+    words["function"] = given["model_output"]
+    more = {"output_words": words, "shards": shards}
+    path = run_stages(tmp_path, study, checkpoints, targets, **more, **given)
+    spec = scores_spec(checkpoints, targets, **given)
+    train = pd.read_hdf(path, "train")
+    if larger_is_better:
+        scores = pd.read_hdf(path, "scores").to_numpy(np.float64)
+        np.testing.assert_allclose(train["harm"], np.maximum(-scores, 0).mean(axis=1), rtol=1e-5)
+        assert pd.read_hdf(path, "targets")["improves"].tolist() == [1, 1, 1]
+        asked = {"listed": tmp_path / "a.csv", "scores": path, "spec": spec, "code": "code"}
+        write_list(**asked, kind="drop")
+        return
+    assert not {"help", "harm"} & set(train)
+    assert "improves" not in pd.read_hdf(path, "targets")
+
+
 def test_a_list_of_other_scores_is_refused(finished, tmp_path):
     folder, path, spec = finished
     given = {"listed": tmp_path / "list.csv", "scores": path, "code": "code"}
@@ -112,17 +126,17 @@ def test_a_list_of_other_scores_is_refused(finished, tmp_path):
         match = rf"{path.name}: .*{next(iter(changes))}.*rule {rule}\b"
         with pytest.raises(ArtifactError, match=match):
             write_list(**given, spec=replace(spec, **changes), kind="drop")
-    own = replace(spec, damping=3).of_self_influence()
     influences = tmp_path / "self.h5"
     compute_self_influence(
         self_influence=influences,
         features=[folder / f"features/{c}/train.h5" for c in spec.checkpoints],
         normal_matrices=[folder / f"normal_matrix/{c}.h5" for c in spec.checkpoints],
-        spec=own,
+        spec=replace(spec, damping=3).of_self_influence(),
         code="code",
         memory_mb=500,
     )
-    with pytest.raises(ArtifactError, match=r"self\.h5: .*damping.*rule compute_self_influence"):
+    message = r"self\.h5: .*damping.*rule compute_self_influence"
+    with pytest.raises(ArtifactError, match=message):
         write_list(**given, spec=spec, self_influence=[influences], kind="suspects")
 
 
@@ -130,9 +144,8 @@ def test_a_pool_of_the_training_samples_has_their_scores(tmp_path):
     study, checkpoints, targets = with_two_checkpoints(tmp_path)
     (tmp_path / "again.py").write_text("from study import train_data as target_data\n")
     given = {"model_output": "regression", "combine": "unit_average", "normalize": True}
-    kept = {"proj_dim": 8, "kind": "rademacher", "keep": "top_k"}
-    path = run_stages(tmp_path, study, checkpoints, targets, **given, **kept)
-    spec = scores_spec(checkpoints, targets, projection=PROJECTION, **given)
+    path = run_stages(tmp_path, study, checkpoints, targets, **given, keep="top_k")
+    spec = scores_spec(checkpoints, targets, **given)
     of_pool = replace(spec, pool_digest="digest")
     parts, pools = [], []
     for checkpoint in sorted(checkpoints):
@@ -206,29 +219,12 @@ def test_columns_of_a_list_say_what_labels_are(model_output, columns, tmp_path):
     }
 
 
-@pytest.mark.parametrize(
-    ("function", "words"),
-    [("language_modelling", "wrong text"), ("regression", "wrong label"), ("loss", "wrong sample")],
-)
-def test_suspects_are_ticked_as_what_is_wrong(results, function, words, tmp_path, monkeypatch):
-    place = "trak_core.stages.draw_influences.output_of"
-    monkeypatch.setattr(place, lambda _: about_output(function))
-    scores, listed, page = results / "scores/mine.h5", tmp_path / "s.csv", tmp_path / "s.html"
-    first = pd.read_hdf(scores, "train")["id"].head(1)
-    write_csv(listed, pd.DataFrame({"id": first, "rank": 1, "harm": 0.5}))
-    about = {"experiment": "mine", "study_file": study_with(tmp_path, ""), "code": "code"}
-    show_list(page=page, listed=listed, kind="suspects", scores=[scores], **about)
-    divisions = Page(page.read_text()).all("div")
-    assert [d["data-decision"] for d in divisions if "data-decision" in d] == [words]
-
-
 @pytest.mark.parametrize("way", CODES)
 def test_a_list_has_a_page_with_its_samples(results, tmp_path, way, capsys):
     """The page has all rows of the CSV in order, with the samples of their ids."""
     listed, page = tmp_path / "suspects.csv", tmp_path / "suspects.html"
     names = dict.fromkeys(("c0", "c1"))
-    given = {"model_output": "regression", "damping": 0.5, "projection": PROJECTION}
-    spec = scores_spec(names, TARGETS, **given)
+    spec = scores_spec(names, TARGETS, model_output="regression", damping=0.5)
     scores = results / "scores/mine.h5"
     write_list(listed=listed, scores=scores, spec=spec, kind="suspects", code="code")
     study = study_with(tmp_path, CODES[way])
@@ -301,23 +297,6 @@ def test_ticked_rows_are_saved_as_a_list(results, tmp_path):
     assert read["id"].tolist() == written["id"].tolist()[1::2]
     assert read["decision"].tolist() == ["keep", "keep"]
     assert listed_rows(tmp_path / "saved.csv", ids).tolist() == [1, 3]
-
-
-def test_a_long_number_of_a_list_is_short_on_its_page():
-    row = {"label": "3", "harm": "0.00518273", "age": "-1.3797546259079334", "dose": "394.5"}
-    row |= {"zip": "0012345678", "path": "1.2.3.4.5.6", "site": "north", "empty": ""}
-    row |= {"small": "4.000000000001e-07"}
-    facts = dict(_facts(row, classes=False))
-    short = {"harm": "0.00518", "age": "\N{MINUS SIGN}1.38", "small": "4e\N{MINUS SIGN}07"}
-    assert facts == row | short
-
-
-def test_fewer_than_100_targets_are_few():
-    """The number of targets in a mean is not known."""
-    targets = pd.DataFrame({"id": range(100)})
-    assert not few_targets(targets)
-    assert few_targets(targets.head(99))
-    assert not few_targets(targets.head(1).assign(mean_of="99 targets"))
 
 
 def test_pairs_and_samples_of_a_pool_have_a_page(results, tmp_path):

@@ -3,18 +3,8 @@
 import json
 
 WORDS = [
-    "what",
-    "is",
-    "red",
-    "the",
-    "sky",
-    "blue",
-    "grass",
-    "green",
-    "sun",
-    "user",
-    "said",
-    "asked",
+    *("what", "is", "red", "the", "sky", "blue"),
+    *("grass", "green", "sun", "user", "said", "asked"),
 ]
 CHAT = (
     "{% for m in messages %}{{ m['role'] }} said {{ m['content'] }} {% endfor %}"

@@ -1,4 +1,6 @@
-"""The Gramian of a model's per-sample gradients, by the engine."""
+"""The Gramian of a model's per-sample gradients, by the engine, and equality of gradients."""
+
+import torch
 
 from trak_core.gradients import as_batch
 from trak_core.gradients.differentiable_model import graph_to, memory_formats_kept_apart
@@ -13,3 +15,11 @@ def gramian_of(model, parameters, output, samples):
         values = over_samples(output.value, output.read(batch.given_to(model)), batch.labels)
     with memory_formats_kept_apart(values):
         return Engine(model, batch_dim=0).compute_gramian(values).double()
+
+
+def assert_equal(found, expected):
+    """Compare outputs and gradients that were formed in float64."""
+    for a, b in zip(found.columns(), expected.columns(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    for name, gradient in found.gradients.items():
+        torch.testing.assert_close(gradient, expected.gradients[name], rtol=1e-11, atol=1e-12)

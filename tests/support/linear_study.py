@@ -28,12 +28,7 @@ def target_ids():
 """
 
 TARGETS = ["target-3", "target-1", "target-7"]
-SPEC = scores_spec(
-    ["c0", "c1"],
-    TARGETS,
-    model_output="regression",
-    projection={"kind": "rademacher", "proj_dim": 8, "seed": 0},
-)
+SPEC = scores_spec(["c0", "c1"], TARGETS, model_output="regression")
 
 
 def with_two_checkpoints(folder):

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from trak_core.projection.reference import projection_matrix
-from trak_core.settings import ProjectionSpec, stream_of
+from trak_core.settings import ProjectionSpec, matrix_shape, stream_of
 
 
 def jacobian(model, samples, output):
@@ -28,6 +28,17 @@ def jacobian(model, samples, output):
     return torch.stack(rows).numpy(), np.array(outputs), np.array(labels)
 
 
+def projected(gradients, proj_dim, kind="rademacher", checkpoint="c0", parameters=()):
+    """Return the features of gradients (n, p), by the dense matrix of a checkpoint.
+
+    A tensor sketch needs the ``parameters``, whose shapes it depends on.
+    """
+    shapes = [matrix_shape(p.shape) for p in parameters] if kind == "tensor_sketch" else None
+    sizes = {"n_params": gradients.shape[1], "proj_dim": proj_dim, "shapes": shapes}
+    spec = ProjectionSpec(kind=kind, **sizes, seed=0, stream=stream_of(checkpoint))
+    return gradients @ projection_matrix(spec).astype(float) * spec.scale
+
+
 def parts(jacobians, proj_dim=None):
     """Return features of training samples and targets, outputs and labels for each checkpoint.
 
@@ -37,15 +48,10 @@ def parts(jacobians, proj_dim=None):
     features = []
     for checkpoint, ((gradients, f, y), (target_gradients, *_)) in jacobians.items():
         if proj_dim is not None:
-            spec = ProjectionSpec(
-                kind="rademacher",
-                n_params=gradients.shape[1],
-                proj_dim=proj_dim,
-                seed=0,
-                stream=stream_of(checkpoint),
+            gradients, target_gradients = (
+                projected(rows, proj_dim, checkpoint=checkpoint)
+                for rows in (gradients, target_gradients)
             )
-            matrix = projection_matrix(spec) / np.sqrt(proj_dim)
-            gradients, target_gradients = gradients @ matrix, target_gradients @ matrix
         # Scores don't change in an orthonormal basis of the training samples' span, because the
         # orthogonal part of targets has inner product 0 with all of them. Matrices are smaller.
         basis, _ = np.linalg.qr(gradients.T)

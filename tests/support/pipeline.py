@@ -1,7 +1,9 @@
 """Run the stages of a study in one process, as the workflow would, and return its scores file."""
 
+from collections.abc import Callable
 from contextlib import chdir
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -21,10 +23,14 @@ from trak_core.stages.compute_scores import (
     compute_normal_matrix,
     compute_scores,
 )
+from trak_core.stages.compute_token_scores import compute_token_scores
 from trak_core.stages.join_shards import join_shards
 
 # How a job runs that computes gradients.
 ON_CPU = {"code": "code", "device": "cpu", "batch_size": 64, "memory_mb": 500, "threads": 1}
+
+# Settings of scores without a projection.
+EXACTLY = {"projection": {"kind": EXACT}, "dtype": "float64"}
 
 
 def scores_spec(
@@ -32,7 +38,10 @@ def scores_spec(
     targets,
     *,
     model_output: str,
-    projection: dict,
+    kind: str = "rademacher",
+    proj_dim: int | None = 8,
+    seed: int = 0,
+    projection: dict | None = None,
     damping: float = 2,
     weighting: str = "plain",
     combine: str = "product_of_averages",
@@ -41,9 +50,18 @@ def scores_spec(
     runs: dict[str, list[str]] | None = None,
     **features,
 ) -> ScoresSpec:
-    """What decides the scores of experiment `mine`; each checkpoint is a run if none are given."""
+    """What decides the scores of experiment `mine`; each checkpoint is a run if none are given.
+
+    Without a ``proj_dim`` the scores are exact.
+    """
     is_probability = about_output(model_output).weight_is_probability
-    everywhere = {"projection": projection, "checkpoint": None, "split": None}
+    if proj_dim is None:
+        projection, features = {"kind": EXACT}, {"dtype": "float64", **features}
+    everywhere = {
+        "projection": projection or {"kind": kind, "proj_dim": proj_dim, "seed": seed},
+        "checkpoint": None,
+        "split": None,
+    }
     return ScoresSpec(
         features=features_spec(model_output, **everywhere, **features),
         damping=damping,
@@ -88,10 +106,6 @@ def run_stages(
     checkpoints: dict[str, Path],
     targets: list,
     *,
-    model_output: str,
-    proj_dim: int,
-    kind: str = "rademacher",
-    seed: int = 0,
     keep: str = "full",
     shards: int = 1,
     batch_size: int = 64,
@@ -101,39 +115,35 @@ def run_stages(
     output_words: dict | None = None,
     **settings,
 ) -> Path:
-    """Return the scores file; ``made`` is a run whose features are taken as they are."""
+    """Return the scores file; ``made`` is a run whose features are taken as they are.
+
+    ``settings`` are those of ``scores_spec``.
+    """
     job = {"code": "code", "memory_mb": memory_mb}
-    settings["projection"] = {"kind": kind, "proj_dim": proj_dim, "seed": seed}
-    spec = scores_spec(checkpoints, targets, model_output=model_output, **settings)
+    spec = scores_spec(checkpoints, targets, **settings)
+    kind, stage = stage_of(spec)
     checkpoint_scores, train_features = [], []
     for checkpoint, path in sorted(checkpoints.items()):
-        own, folder = spec.under(checkpoint), (made or results) / "features" / checkpoint
+        own, folder = spec.under(checkpoint), (made or results) / kind / checkpoint
         train, target = folder / "train.h5", folder / "mine.h5"
         numbers = range(1, shards + 1)
         parts = [train] if shards == 1 else [folder / f"train-{i}.h5" for i in numbers]
         files = [(part, own.of_train(), None, i) for i, part in enumerate(parts, start=1)]
-        if made is None:
-            for file, features_of, ids, number in [*files, (target, own.of_targets(), targets, 1)]:
-                compute_features(
-                    features=file,
-                    checkpoint=path,
-                    study_file=study,
-                    spec=features_of,
-                    targets=ids,
-                    shard=number,
-                    n_shards=1 if file == target else shards,
-                    **ON_CPU | job | {"batch_size": batch_size},
-                )
+        files.append((target, own.of_targets(), targets, 1))
+        for file, of_file, ids, number in files if made is None else ():
+            is_shard = shards > 1 and file != target
+            stage(
+                **{kind: file},
+                checkpoint=path,
+                study_file=study,
+                spec=of_file,
+                targets=ids,
+                **({"shard": number, "n_shards": shards} if is_shard else {}),
+                **ON_CPU | job | {"batch_size": batch_size},
+            )
         if shards > 1:
             join_shards(features=train, shards=parts, spec=own.of_train(), code="code")
-        matrix = results / "normal_matrix" / f"{checkpoint}.h5"
-        compute_normal_matrix(
-            normal_matrix=matrix, features=train, spec=own.of_normal_matrix(), **job
-        )
-        scores = results / "scores/mine" / f"{checkpoint}.h5"
-        inputs = {"train_path": train, "targets_path": target, "normal_matrix": matrix}
-        compute_scores(scores=scores, **inputs, spec=own, keep=keep, **job)
-        checkpoint_scores.append(scores)
+        checkpoint_scores.append(solved(results, checkpoint, folder, own, keep, **job))
         train_features.append(train)
     features = train_features if keep == "top_k" else []
     ways = {"top": top, "memory_mb": memory_mb, "output_words": output_words}
@@ -146,39 +156,28 @@ def run_stages(
     return averaged(scores, checkpoint_scores, spec, given, **ways, shards=parts)
 
 
-def run_exact_stages(
-    results: Path,
-    study: Path,
-    checkpoints: dict[str, Path],
-    targets: list,
-    *,
-    batch_size: int = 64,
-    memory_mb: int = 500,
-    made: Path | None = None,
-    **settings,
-) -> Path:
-    """The same without a projection; ``made`` has the Gramians."""
-    job = {"code": "code", "memory_mb": memory_mb}
-    settings = {"projection": {"kind": EXACT}, "dtype": "float64", **settings}
-    spec = scores_spec(checkpoints, targets, **settings)
-    checkpoint_scores = []
-    for checkpoint, path in sorted(checkpoints.items()):
-        own, folder = spec.under(checkpoint), (made or results) / "gramian" / checkpoint
-        train, target = folder / "train.h5", folder / "mine.h5"
-        splits = (train, own.of_train(), None), (target, own.of_targets(), targets)
-        for file, gramian_of, ids in splits if made is None else ():
-            compute_gramian(
-                gramian=file,
-                checkpoint=path,
-                study_file=study,
-                spec=gramian_of,
-                targets=ids,
-                **ON_CPU | job | {"batch_size": batch_size},
-            )
-        scores = results / "scores/mine" / f"{checkpoint}.h5"
-        compute_exact_scores(scores=scores, train_path=train, targets_path=target, spec=own, **job)
-        checkpoint_scores.append(scores)
-    return averaged(results / "scores/mine.h5", checkpoint_scores, spec, memory_mb=memory_mb)
+run_exact_stages = partial(run_stages, proj_dim=None)
+
+
+def stage_of(spec: ScoresSpec) -> tuple[str, Callable]:
+    """Return the name of what is computed from gradients, and the stage that computes it."""
+    if spec.features.projection.get("kind") == EXACT:  # absent where a config has the default
+        return "gramian", compute_gramian
+    return "features", compute_features
+
+
+def solved(results: Path, checkpoint: str, folder: Path, spec: ScoresSpec, keep="full", **job):
+    """Return the file of scores under one checkpoint, from the features or Gramians of a folder."""
+    scores = results / f"scores/{spec.experiment}/{checkpoint}.h5"
+    train, target = folder / "train.h5", folder / f"{spec.experiment}.h5"
+    given = {"scores": scores, "train_path": train, "targets_path": target, "spec": spec}
+    if stage_of(spec)[1] is compute_gramian:
+        compute_exact_scores(**given, **job)
+        return scores
+    matrix = results / f"normal_matrix/{checkpoint}.h5"
+    compute_normal_matrix(normal_matrix=matrix, features=train, spec=spec.of_normal_matrix(), **job)
+    compute_scores(**given, normal_matrix=matrix, keep=keep, **job)
+    return scores
 
 
 def run_config(config_file: Path) -> Path:
@@ -195,14 +194,12 @@ def run_config(config_file: Path) -> Path:
         record_config(specs.config, results)
         job = {"code": "code", "memory_mb": 500}
         for name, about in specs.checkpoints.items():
-            own = results / ("features" if specs.is_projected else "gramian") / name
-            matrix, stage = results / f"normal_matrix/{name}.h5", compute_features
-            if not specs.is_projected:
-                stage = compute_gramian
+            kind = "features" if specs.is_projected else "gramian"
+            stage = compute_features if specs.is_projected else compute_gramian
             for split in (TRAIN, *specs.experiments):
                 question = specs.questions.get(split)
                 stage(
-                    **{stage.__name__.removeprefix("compute_"): own / f"{split}.h5"},
+                    **{kind: results / f"{kind}/{name}/{split}.h5"},
                     checkpoint=Path(about.path),
                     study_file=Path(config["study"]),
                     spec=specs.features(name, split),
@@ -210,22 +207,9 @@ def run_config(config_file: Path) -> Path:
                     question=question and Path(question),
                     **ON_CPU,
                 )
-            if specs.is_projected:
-                spec = specs.normal_matrix(name)
-                compute_normal_matrix(
-                    normal_matrix=matrix, features=own / "train.h5", spec=spec, **job
-                )
             for experiment in specs.experiments:
-                given = {
-                    "scores": results / f"scores/{experiment}/{name}.h5",
-                    "train_path": own / "train.h5",
-                    "targets_path": own / f"{experiment}.h5",
-                    "spec": specs.checkpoint_scores(experiment, name),
-                }
-                if not specs.is_projected:
-                    compute_exact_scores(**given, **job)
-                else:
-                    compute_scores(**given, normal_matrix=matrix, keep="full", **job)
+                spec = specs.checkpoint_scores(experiment, name)
+                solved(results, name, results / kind / name, spec, **job)
         for experiment in specs.experiments:
             parts = [results / f"scores/{experiment}/{name}.h5" for name in specs.checkpoints]
             final = results / f"scores/{experiment}.h5"
@@ -262,6 +246,25 @@ def averaged(
         **sharded,
     )
     return scores
+
+
+def token_scores(
+    results: Path, study: Path, checkpoints: dict[str, Path], spec, experiment="mine", **more
+) -> Path:
+    """Return the file of the scores by token of a run with a projection."""
+    path = results / f"token_scores/{experiment}.h5"
+    compute_token_scores(
+        token_scores=path,
+        scores=results / f"scores/{experiment}.h5",
+        checkpoints=list(checkpoints.values()),
+        train_paths=[results / f"features/{c}/train.h5" for c in checkpoints],
+        targets_paths=[results / f"features/{c}/{experiment}.h5" for c in checkpoints],
+        normal_matrices=[results / f"normal_matrix/{c}.h5" for c in checkpoints],
+        spec=spec,
+        study_file=study,
+        **ON_CPU | more,
+    )
+    return path
 
 
 def changed(spec, **changes):

@@ -1,9 +1,7 @@
-"""A folder that may only be read, and processes for which that holds."""
+"""Run Python where a folder may only be read."""
 
-import contextlib
 import subprocess
 import sys
-from collections.abc import Generator
 from pathlib import Path
 
 import patience
@@ -17,22 +15,23 @@ _WITHOUT_RIGHT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(24, 1, 0, 0, 0
 _WITHOUT_RIGHT += "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 
 
-@contextlib.contextmanager
-def read_only(folder: Path) -> Generator[None, None, None]:
-    """Have nobody write into a folder and those below it."""
-    folders = [path for path in (folder, *folder.rglob("*")) if path.is_dir()]
+def check_reader(results: Path, cwd: Path, calls: list[tuple[list[str], int, str]]) -> None:
+    """Run Python for each (arguments, exit status, part of the output), and check these.
+
+    Python may not write into the results folder, which stays as it was.
+    """
+    folders = [results, *(path for path in results.rglob("*") if path.is_dir())]
+    before = {path: path.stat().st_mtime_ns for path in results.rglob("*")}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     for path in folders:
         path.chmod(0o555)
     try:
-        yield
+        for arguments, status, said in calls:
+            command = [sys.executable, "-c", _WITHOUT_RIGHT, *arguments]
+            done = patience.run(command, 60, cwd=cwd, **pipes)
+            assert (done.returncode, said in done.stdout) == (status, True), done.stdout
+            assert "Traceback" not in done.stdout
     finally:
         for path in folders:
             path.chmod(0o755)
-
-
-def run_as_reader(*arguments: str, cwd: Path) -> tuple[int, str]:
-    """Return exit status and output of a Python that may not write into such folders."""
-    command = [sys.executable, "-c", _WITHOUT_RIGHT, *arguments]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    done = patience.run(command, 60, cwd=cwd, **pipes)
-    return done.returncode, done.stdout
+    assert {path: path.stat().st_mtime_ns for path in results.rglob("*")} == before

@@ -78,8 +78,8 @@ def check(workspace, config):
 
 
 def preflight(study_file, splits, **more):
-    """Look at a study before any job, in this process, with the settings of a regression."""
-    preflight_study(
+    """Return what a look at a study before any job finds, in this process, as a regression."""
+    return preflight_study(
         study_file=study_file,
         weighting="plain",
         parameter_patterns=None,

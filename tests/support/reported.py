@@ -179,15 +179,12 @@ def results_of(
     n_checkpoints=10,
     saturated=0.0,
     right=1.0,
-    has_fit=True,
     sd=0.1,
     smallest=1.0,
     power=1.0,
     model_output="image_classification",
     lists=(),
     n_targets=8,
-    n_train=100,
-    kind="rademacher",
     n_copies=0,
     n_trained_on=0,
     **more,
@@ -201,15 +198,15 @@ def results_of(
         "loss_weight_power": power,
         "combine": "product_of_averages",
         "model_output": model_output,
-        "projection": {"kind": kind},
+        "projection": {"kind": "rademacher"},
         "normalize": False,
     }
     targets = pd.DataFrame([
         {"id": i, "output": float(i), "output_sd": sd} for i in range(n_targets)
     ])
-    fit = Fit("", right, 0.1, is_doubtful=right < 0.5) if has_fit else None
+    fit = Fit("", right, 0.1, is_doubtful=right < 0.5)
     attributes = {"saturated": saturated, "fit": fit, "n_trained_on": n_trained_on}
-    experiment = file(spec, {"targets": targets}, n_train=n_train, **attributes)
+    experiment = file(spec, {"targets": targets}, n_train=100, **attributes)
     spectrum = {"smallest": smallest, "largest": 1e3, "mean_squared_norm": 1.0}
     matrix = file({"checkpoint": {"id": "c0"}}, **spectrum)
     config = {"scoring": {"damping": 0}, "model_output": model_output}

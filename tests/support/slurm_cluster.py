@@ -56,11 +56,11 @@ def _port() -> int:
         return probe.getsockname()[1]
 
 
-def _configuration(folder: Path, cpus: int) -> dict[str, str]:
+def _configuration(folder: Path) -> dict[str, str]:
     host = socket.gethostname().split(".")[0]
     ports = [_port() for _ in range(3)]
     nodes = "\n".join(
-        f"NodeName=node{i} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[i]} CPUs={cpus} "
+        f"NodeName=node{i} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[i]} CPUs=1 "
         "RealMemory=16000 Gres=gpu:2 State=UNKNOWN"
         for i in (1, 2)
     )
@@ -159,17 +159,17 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster(folder: Path, cpus: int = 1) -> Generator[Cluster, None, None]:
+def cluster(folder: Path) -> Generator[Cluster, None, None]:
     """Start the daemons, and stop them and their jobs at the end; one cluster at a time."""
     with FileLock("/run/trak-core-slurm.lock"):
-        yield from _cluster(folder, cpus)
+        yield from _cluster(folder)
 
 
-def _cluster(folder: Path, cpus: int) -> Generator[Cluster, None, None]:
+def _cluster(folder: Path) -> Generator[Cluster, None, None]:
     for name in ("state", "spool/node1", "spool/node2"):
         (folder / name).mkdir(parents=True)
     ETC.mkdir(exist_ok=True)
-    for name, text in _configuration(folder, cpus).items():
+    for name, text in _configuration(folder).items():
         (folder / name).write_text(text)
         link = ETC / name
         link.unlink(missing_ok=True)

@@ -24,7 +24,6 @@ SEEDS = (0, 1, 2)
 N_TARGETS, PROJ_DIM = 5, 40
 SUBSETS, REPEATS = 9, 2
 OUTPUT = "image_classification"
-PROJECTION = {"kind": "rademacher", "proj_dim": PROJ_DIM, "seed": 0}
 RETRAINED = RetrainedSpec(
     subsets="random",
     arguments=ARGUMENTS,
@@ -106,9 +105,8 @@ class Run:
 
     @property
     def spec(self):
-        return scores_spec(
-            self.checkpoints, self.targets, model_output=OUTPUT, projection=PROJECTION, power=0.5
-        )
+        sizes = {"proj_dim": PROJ_DIM, "power": 0.5}
+        return scores_spec(self.checkpoints, self.targets, model_output=OUTPUT, **sizes)
 
     def evaluate(self, path, retrained=None, stages=None, **changes):
         given = {

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import oracle
 import torch
-from pipeline import run_exact_stages, run_stages
+from pipeline import run_stages
 from torch import nn
 
 from trak_core.study.study import Study
@@ -59,8 +59,6 @@ class Case:
             "targets": self.targets,
             "model_output": self.output,
         } | settings
-        if proj_dim is None:
-            return run_exact_stages(results, **given)
         return run_stages(results, proj_dim=proj_dim, **given)
 
     def spoiled(self, path, change):

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from pipeline import features_spec
+from own_checkpoints import network
+from pipeline import ON_CPU, features_spec
 from refusals import GOOD, STUDY, check, message, refuse, save_weights
 from refused import refused
 from safetensors.torch import save_file
-from torch import nn
 
 from trak_core.artifacts import FEATURES, open_artifact
 from trak_core.errors import InputError
@@ -33,16 +33,12 @@ class Evil:
         return (open, (self.path, "w"))
 
 
-def net():
-    return nn.Sequential(nn.Linear(10, 32), nn.Tanh(), nn.Linear(32, 1))
-
-
 def save(path, state=None):
-    torch.save(net().state_dict() if state is None else state, path)
+    torch.save(network().state_dict() if state is None else state, path)
 
 
 def save_changed(path, key, value):
-    save(path, net().state_dict() | {key: value})
+    save(path, network().state_dict() | {key: value})
 
 
 def cut(path):
@@ -51,7 +47,7 @@ def cut(path):
 
 
 def flipped(path):
-    state = net().state_dict()
+    state = network().state_dict()
     save(path, state)
     data = bytearray(path.read_bytes())
     data[data.index(state["0.weight"].numpy().tobytes())] ^= 1
@@ -75,15 +71,15 @@ def bomb(path):
 
 def cut_wide_safetensors(path):
     """The first bytes of 2,600, of a header's length, are a bracket and an end of a line."""
-    save_file(net().state_dict(), path, metadata={"note": ""})
+    save_file(network().state_dict(), path, metadata={"note": ""})
     short = int.from_bytes(path.read_bytes()[:8], "little")
-    save_file(net().state_dict(), path, metadata={"note": "-" * (2600 - short)})
+    save_file(network().state_dict(), path, metadata={"note": "-" * (2600 - short)})
     assert path.read_bytes().startswith(b"(\n")
     path.write_bytes(path.read_bytes()[:-2])
 
 
 def cut_old(path):
-    torch.save(net().state_dict(), path, _use_new_zipfile_serialization=False)
+    torch.save(network().state_dict(), path, _use_new_zipfile_serialization=False)
     path.write_bytes(path.read_bytes()[:-10])
 
 
@@ -100,9 +96,12 @@ CUT = r"Reading it failed: .*(unexpected EOF|incomplete metadata).*\. Copy it ag
 
 # States that torch.save writes as they are; weights take the place of those of the model.
 STATES = {
-    "a whole model": (net(), r"it contains torch\.nn\.modules\.container\.Sequential\. Copy it"),
+    "a whole model": (
+        network(),
+        r"it contains torch\.nn\.modules\.container\.Sequential\. Copy it",
+    ),
     "arguments beside the weights": (
-        {"net": net().state_dict(), "args": argparse.Namespace(lr=0.1)},
+        {"net": network().state_dict(), "args": argparse.Namespace(lr=0.1)},
         r"Found dict with net\. Choose a state dict for .* in the config: `state_dict: net`",
     ),
     "keys that are numbers": ({1: torch.zeros(1)}, r"state dict \(names to .* Found dict with 1"),
@@ -166,11 +165,7 @@ def features_of(workspace, checkpoint, **more):
         checkpoint=checkpoint,
         study_file=workspace.path(STUDY),
         spec=features_spec("regression", 4, **more),
-        code="code",
-        device="cpu",
-        batch_size=64,
-        memory_mb=500,
-        threads=1,
+        **ON_CPU,
     )
     with open_artifact(workspace.path("out.h5"), FEATURES) as file:
         return file.matrix("features")[:]
@@ -204,7 +199,7 @@ def test_all_bad_checkpoints_are_told_of_before_any_job(workspace):
     del config["checkpoints"]["cut"], config["checkpoints"]["misfit"]
     workspace.config = config
     assert workspace.would_run()
-    save(workspace.path(paths["old"]), {"net": net().state_dict()})
+    save(workspace.path(paths["old"]), {"net": network().state_dict()})
     found = message(refuse(workspace, config))
     assert re.match(
         r"all/old\.pt: a checkpoint must .* Found dict with net\. Choose a state dict", found
@@ -214,29 +209,8 @@ def test_all_bad_checkpoints_are_told_of_before_any_job(workspace):
     assert workspace.would_run()
 
 
-def test_the_start_says_which_state_dicts_are_taken_and_others_can_be(workspace, capsys):
-    """One file serves as several checkpoints; a choice is looked at when it changes."""
-    states = {key: net().state_dict() for key in ("model", "model_ema")}
-    for name in ("c1.pt", "c2.pt"):
-        save(workspace.path(name), {**states, "epoch": 3})
-    paths = {"a": "c1.pt", "b": "c2.pt", "c": {"path": "c2.pt", "state_dict": "model_ema"}}
-    check(workspace, {"checkpoints": paths})
-    said = [line for line in capsys.readouterr().err.splitlines() if "Notice" in line]
-    assert said == [
-        "Notice: c1.pt, c2.pt: the weights under `model` are used. The file also contains "
-        "weights under `model_ema`. To use them, set `state_dict` for the checkpoint in the config."
-    ]
-    for name in ("a", "b"):
-        paths[name] = {"path": "c1.pt", "state_dict": "model"}
-    check(workspace, {"checkpoints": paths})
-    assert "Notice" not in capsys.readouterr().err
-    paths["a"]["state_dict"] = "ema"
-    with refused("config.preflight", "c1.pt", "Found no ema, but weights under model, model_ema."):
-        check(workspace, {"checkpoints": paths})
-
-
 def test_a_job_takes_the_state_dict_that_its_checkpoint_says(workspace, tmp_path):
-    states = {key: net().state_dict() for key in ("model", "model_ema")}
+    states = {part: network(i).state_dict() for i, part in enumerate(("model", "model_ema"))}
     save(both := tmp_path / "both.pt", states)
     found = {}
     for part in states:
@@ -266,17 +240,3 @@ def test_a_malicious_checkpoint_is_refused_without_running(workspace, tmp_path):
     output = workspace.fail("scores", text=text)
     assert re.search(r"Error: evil\.pt: a checkpoint must be a state dict", output)
     assert not (tmp_path / "ran").exists()
-
-
-def test_names_of_checkpoints_of_one_run_are_told(workspace, capsys):
-    """Until they have a run and a time."""
-    paths = {f"c{at}": f"net_epoch{at}.pt" for at in (3, 12)}
-    for path in paths.values():
-        save(workspace.path(path), net().state_dict())
-    check(workspace, {"checkpoints": paths})
-    (said,) = [line for line in capsys.readouterr().err.splitlines() if "Notice" in line]
-    assert "the names of net_epoch12.pt, net_epoch3.pt differ only in an epoch or a step" in said
-    assert 'as {"path": "net_epoch12.pt", "run": "run1", "at": 12}.' in said
-    entries = {f"c{at}": {"path": paths[f"c{at}"], "run": "run1", "at": at} for at in (3, 12)}
-    check(workspace, {"checkpoints": entries})
-    assert "Notice" not in capsys.readouterr().err

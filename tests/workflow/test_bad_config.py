@@ -7,10 +7,7 @@ import pytest
 import yaml
 from refusals import as_text, check, message, refuse
 from refused import refused
-from workspace import Workspace, as_a_module
-
-# The description of a key, or the list of known keys.
-ABOUT = re.compile(r"(?:Meaning|Known keys): \S[^\n]*")
+from workspace import Workspace
 
 
 def at(path, value):
@@ -35,20 +32,12 @@ def mean(**about):
 # A key, its value, and the expected requirement in the message.
 VALUES = {
     "wrong type": ("projection.proj_dim", "many", "an integer"),
-    "a number that is not an integer": ("projection.proj_dim", 16.0, "an integer"),
-    "yes for a number": ("compute.batch_size", True, "an integer"),
-    "a projection by its name alone": ("projection", "rademacher", "exact or a mapping"),
-    "power": ("scoring.loss_weight_power", 0, "above 0"),
     "NaN": ("scoring.damping", float("nan"), "a finite number"),
     "unknown model output": ("model_output", "other", re.compile(r"one of image_.*, loss(?=\.)")),
-    "no checkpoint at all": ("checkpoints", {}, "empty"),
     "an experiment without targets": (
         *("experiments.mine", {}),
         "a mapping with targets or data or where or mean",
     ),
-    "a target twice": ("experiments.mine.targets", ["a", "a"], "each value once"),
-    "a question of another kind": ("experiments.mine.data", "asked.txt", "described under Meaning"),
-    "a section without keys": ("scoring", None, "a mapping"),
     "a results folder with a command": ("results", "$(touch ran)", "described under Meaning"),
     "a results folder that ends a line": ("results", "results\n", "described under Meaning"),
     **{
@@ -67,7 +56,6 @@ def removals(**lists):
     return TRAINED | {"evaluation": {"removals": lists}}
 
 
-EXACT_SHARDS = EXACT | {"experiments": {"mine": {"targets": ["patient-342"], "shards": 3}}}
 GIVEN_TWICE = as_text({}).replace(b"  c0: c0.pt\n", b"  c0: c0.pt\n  c1: c0.pt\n  c0: other.pt\n")
 # Changes of the good config and the values that the message must contain, by error code.
 REFUSALS = {
@@ -80,20 +68,9 @@ REFUSALS = {
         "an experiment's name with a path": (experiment("../mine"), "experiments", "'../mine'"),
         "an experiment's name that ends a line": (experiment("a\n"), "experiments", r"'a\n'"),
         "unknown key": ({"projecton": {}}, "the config", "'projecton'", "mean projection"),
-        "a misspelt key": (
-            at("scoring.normalise", True),
-            "scoring",
-            "'normalise'",
-            "mean normalize",
-        ),
-        "a key that is gone": (at("distortion", {}), "'distortion'"),
         "a target that is no id": (
             at("experiments.mine.targets", [3.5]),
             *("experiments.mine.targets.0", "an integer or text", 3.5),
-        ),
-        "removals of what no experiment has": (
-            removals(n_removed=[5]),
-            *("evaluation.removals", "'experiment' is a dependency of 'n_removed'"),
         ),
         "several at once": (
             {"projection": {"seed": -1}, "model_output": "x"},
@@ -103,17 +80,10 @@ REFUSALS = {
     "config.key_twice": {"a key twice": (GIVEN_TWICE, "'c0'", "4 and 6")},
     "config.octal": {
         name: (as_text({}) + f"data_files: [{value}]\n".encode(), value, number)
-        for name, value, number in (
-            ("base 8", "0123", 83),
-            ("base 60", "12:30", 750),
-            ("base 60, a fraction", "1:30.5", 90.5),
-        )
+        for name, value, number in (("base 8", "0123", 83), ("base 60", "12:30", 750))
     },
     "config.text_name": {"a name that is a number": (experiment(2024), "experiments", 2024)},
-    "config.plain_value": {
-        "a date": (at("training.start", DATE), "training.start", repr(DATE)),
-        "a date in a list": (at("parameters", [DATE]), "parameters[0]", repr(DATE)),
-    },
+    "config.plain_value": {"a date": (at("training.start", DATE), "training.start", repr(DATE))},
     "spec.power_of_two": {
         "a proj_dim of another kind": (
             {"projection": {"kind": "hadamard", "proj_dim": 48}},
@@ -132,11 +102,7 @@ REFUSALS = {
         ),
     },
     "config.preconditioner": {
-        "second moments of what is trained here": (
-            {**ADAM, "training": {}, "checkpoints": {"c0": {}}},
-            *("adam", "`training`"),
-        ),
-        "second moments without a projection": (ADAM | EXACT, "adam", "`projection: exact`"),
+        "second moments without a projection": (ADAM | EXACT, "adam", "`projection: exact`")
     },
     "config.label_draws": {
         "drawn labels of an unknown loss": (
@@ -152,8 +118,7 @@ REFUSALS = {
         "a list of one of several experiments": (
             {"experiments": {"a": {"targets": [1]}, "b": {"targets": [2]}}, "lists": ["drop"]},
             *("a, b", "none"),
-        ),
-        "a list of an unknown experiment": ({"lists": {"drop": {"experiment": "b"}}}, "b"),
+        )
     },
     "config.list_features": {
         "copies without features": (EXACT | {"lists": ["duplicates"]}, "duplicates"),
@@ -185,11 +150,7 @@ REFUSALS = {
         "a description beside ids": (
             {"experiments": {"mine": {"targets": ["patient-342"], "where": "label > 3"}}},
             *("mine", "Found targets"),
-        ),
-        "a description in shards": (
-            {"experiments": {"mine": {"where": "label > 3", "shards": 2}}},
-            *("mine", "Found shards"),
-        ),
+        )
     },
     "config.mean_alone": {"a mean beside ids": (mean(targets=[1]), *("mean", "Found targets"))},
     "config.mean_of": {
@@ -213,10 +174,9 @@ REFUSALS = {
     "config.suspects_of_difference": {
         "suspects of a difference": (
             {
-                "experiments": {
-                    **{name: {"targets": ["patient-342"]} for name in ("a", "b")},
-                    "less": {"mean": "a", "minus": "b"},
-                },
+                "experiments": experiment("a")["experiments"]
+                | experiment("b")["experiments"]
+                | {"less": {"mean": "a", "minus": "b"}},
                 "lists": {"suspects": {"experiment": "less"}},
             },
             "Found less",
@@ -232,9 +192,7 @@ REFUSALS = {
             "Found top_k",
         ),
         "exact scores in shards": (EXACT | {"compute": {"shards": 2}}, 2, "compute.shards"),
-        "exact targets in shards": (EXACT_SHARDS, 3, "experiments.mine.shards"),
         "exact float16": (EXACT | {"features_dtype": "float16"}, "features_dtype float16"),
-        "tokens of nothing": (EXACT | {"answers": {"tokens": True}}, "answers.tokens"),
     },
     "config.missing_checkpoint": {
         "no checkpoint": ({"checkpoints": {"c0": "gone.pt", "c1": "lost"}}, "gone.pt, lost")
@@ -251,8 +209,7 @@ REFUSALS = {
         "no models retrained elsewhere": (at("evaluation.ground_truth", "gone.h5"), "gone.h5")
     },
     "config.checkpoint_id": {
-        "a checkpoint's id with a path": ({"checkpoints": {"../c0": "c0.pt"}}, "'../c0'"),
-        "a checkpoint's id that ends a line": ({"checkpoints": {"c0\n": "c0.pt"}}, r"'c0\n'"),
+        "a checkpoint's id with a path": ({"checkpoints": {"../c0": "c0.pt"}}, "'../c0'")
     },
     "config.checkpoint_value": {
         "arguments without training": (
@@ -268,37 +225,21 @@ REFUSALS = {
             "speaker",
         ),
         "groups of a column that nobody brings": ({"groups": ["annotater"]}, "annotater"),
-        "groups of fractions": ({"groups": ["label"]}, "label", "fraction"),
-        "groups of predicted numbers": ({"groups": ["prediction"]}, "prediction", "regression"),
         "too many shards": ({"compute": {"shards": 1000}}, "train_data()", 1000, 342),
     },
-    "config.results_folder": {
-        "a results folder that is a file": ({"results": "c0.pt"}, "c0.pt"),
-        "a results folder where none can be": (
-            {"results": "/proc/results"},
-            re.compile(r"/proc/results"),
-        ),
-    },
+    "config.results_folder": {"a results folder that is a file": ({"results": "c0.pt"}, "c0.pt")},
 }
 CONFIGS = {
     name: (change, code, *values)
     for code, cases in REFUSALS.items()
     for name, (change, *values) in cases.items()
 }
-# Keys without a description.
-WITHOUT_WORDS = {
-    "a target twice",
-    "a target that is no id",
-    "no checkpoint at all",
-    "an experiment without targets",
-}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_bad_config(workspace, name):
     change, code, *values = CONFIGS[name]
-    about = [ABOUT] if code == "config.schema" and name not in WITHOUT_WORDS else []
-    with refused(code, *values, *about):
+    with refused(code, *values):
         check(workspace, change)
 
 
@@ -324,29 +265,6 @@ def test_snakemake_says_what_is_bad_about_a_config(workspace, name):
     config, expected = TEXTS[name]
     assert re.search(expected, message(refuse(workspace, config)))
     assert not list(workspace.folder.rglob("ran"))
-
-
-def test_snakemake_says_what_is_bad_about_a_modules_config(workspace):
-    workspace.path("Snakefile").write_text(as_a_module())
-    outer = Workspace(workspace.folder, {}, "Snakefile")
-    assert re.search(r"^The config .* 'projecton'", message(refuse(outer, {"projecton": {}})))
-
-
-# Snakemake reads a config before this workflow does, so these are its own messages or tracebacks.
-UNREADABLE = {
-    "an empty config": (b"", r"Config file must be given as JSON or YAML with keys at top level"),
-    "broken YAML": (b"study: [\n", r"Config file is not valid JSON or YAML"),
-    "a config that is not UTF-8": (as_text({}) + b"# caf\xe9\n", r"UnicodeDecodeError: .* 0xe9 in"),
-    "a config that contains itself": (as_text({}) + b"training: &a\n  a: *a\n", "RecursionError: "),
-}
-
-
-@pytest.mark.parametrize("name", UNREADABLE)
-def test_what_is_no_config(workspace, name):
-    text, expected = UNREADABLE[name]
-    output = refuse(workspace, text)
-    assert re.search(expected, output), output
-    assert ("Traceback" in output) == ("Error: " in expected)
 
 
 def test_training_arguments_that_train_does_not_take(tmp_path):

@@ -86,19 +86,6 @@ def test_every_stage_has_a_rule_of_its_name_and_no_rule_is_without(jobs):
         assert f"{rule}_".startswith(f"{stage(job).__name__}_")
 
 
-def test_what_makes_scores_and_figures_runs_before_what_measures_them(jobs):
-    assert {rule for rule, job in jobs.items() if job["priority"] > 0} == {
-        *("train_checkpoint", "compute_features", "compute_features_shard", "join_shards"),
-        *("compute_normal_matrix", "compute_scores", "compute_gramian", "compute_exact_scores"),
-        *("average_scores", "average_scores_shard", "average_targets", "draw_influences"),
-        "write_report_first",
-        *("compute_outputs", "select_targets", "compute_token_scores"),
-    }
-    # Otherwise the last scores wait for the last features, and a core is idle.
-    first = jobs["compute_features"]["priority"]
-    assert first > max(jobs[rule]["priority"] for rule in ("compute_scores", "average_scores"))
-
-
 def test_every_job_has_the_environment_that_the_config_names(jobs):
     folder = {Path(job["conda"]).parent for job in jobs.values() if job["conda"].startswith("/")}
     assert {path.name for path in folder} == {"mine"}
@@ -156,25 +143,3 @@ def test_a_name_that_the_stage_does_not_take():
     )
     with pytest.raises(TypeError, match="rule train_checkpoint does not take studyfile"):
         run(describe_job(job))
-
-
-def test_a_file_counts_more_than_a_wildcard_of_its_name(monkeypatch):
-    """A checkpoint's id and its file have the same name."""
-    given = []
-    job = SimpleNamespace(
-        rule="my_train_checkpoint",
-        threads=3,
-        wildcards={"checkpoint": "c0"},
-        resources={"mem_mb": 5},
-        params={"study_file": "study.py", "arguments": {"seed": 1}, "code": "train_checkpoint 01"},
-        input={},
-        output={"checkpoint": "results/c0.pt"},
-        log=["log"],
-    )
-
-    def train_checkpoint(*, checkpoint: Path, study_file: Path, arguments: dict, threads: int):
-        given.append((checkpoint, study_file, arguments, threads))
-
-    monkeypatch.setattr("trak_core.stages.train_checkpoint.train_checkpoint", train_checkpoint)
-    run(describe_job(job))
-    assert given == [(Path("results/c0.pt"), Path("study.py"), {"seed": 1}, 3)]

@@ -4,9 +4,7 @@ import copy
 import re
 import shutil
 import subprocess
-import zipfile
 from functools import partial
-from pathlib import Path
 
 import h5py
 import numpy as np
@@ -17,7 +15,6 @@ from base_studies import EVALUATION, TRAINED
 from lds import features_of, lds_of
 from refusals import check
 from refused import refused
-from report_page import Page
 from workspace import REPOSITORY, forked_python, set_key
 
 from trak_core.config.cross_checks import check_columns, check_evaluation, check_sizes
@@ -52,35 +49,6 @@ def test_tables_of_an_evaluation_miss_no_value(evaluated):
         "noise_ceiling",
     ]
     assert pd.read_hdf(results / "retrained/20-26.h5", "masks").shape == (7, 150)
-
-
-def test_the_report_has_every_rule_that_ran(evaluated):
-    folder = evaluated.path("results/benchmarks")
-    paths = [path.relative_to(folder).with_suffix("").parts for path in folder.rglob("*.tsv")]
-    # Of a checkpoint and an experiment that the config no longer has, times are left over.
-    jobs = [rule for rule, *names in paths if not {"c2", "one"} & set(names)]
-    page = Page(evaluated.path("results/report.html").read_text())
-    # A first report's time is there from a run with measurements that were still to come.
-    rules = set(jobs) - {"write_report", "write_report_first"}
-    assert {"retrain_removals", "evaluate_scores", "draw_influences"} <= rules
-    for rule in rules:
-        assert page.row(rule)[0] == str(jobs.count(rule))
-
-
-def test_snakemakes_own_report_carries_pages_and_figures(study):
-    status, output = study.snakemake("all", "--report", "all.zip")
-    assert status == 0, output
-    with zipfile.ZipFile(study.path("all.zip")) as packed:
-        carried = {
-            Path(name).name: packed.read(name) for name in packed.namelist() if "/data/" in name
-        }
-    pages = {
-        **{"few.png": "figures", "few.html": "answers"},
-        **{"drop.html": "lists", "report.html": ""},
-    }
-    assert set(carried) == set(pages)
-    for name, folder in pages.items():
-        assert carried[name] == (study.path("results") / folder / name).read_bytes(), name
 
 
 CHANGES = {
@@ -202,17 +170,6 @@ def test_any_part_will_do_alone():
     for key, value in EVALUATION.items():
         beside = {"subsets": {}} if key == "sweep" else {}
         check_evaluation(FULL | {"evaluation": {"baselines": [], **beside, key: value}})
-
-
-def test_the_default_study_is_measured():
-    names = "config", "smoke", "thorough"
-    default, smoke, thorough = (
-        yaml.safe_load((REPOSITORY / f"config/{name}.yaml").read_text()) for name in names
-    )
-    assert "subsets" in default.pop("evaluation")
-    for config in (smoke, thorough):
-        assert {"subsets", "sweep", "removals"} <= set(config.pop("evaluation"))
-    assert thorough == default  # in the same results folder
 
 
 def test_models_without_other_samples_are_refused(study):

@@ -19,7 +19,7 @@ import yaml
 from no_locks import needs_compiler, without_locks
 from own_checkpoints import own_study, save_own_checkpoint
 from running import Running
-from workspace import Workspace, as_a_module, scoring
+from workspace import Workspace, scoring
 
 from trak_core.artifacts import FEATURES, open_artifact
 
@@ -178,15 +178,6 @@ def test_another_ctrl_c_ends_the_waiting_without_a_trace(study):
     assert "Finished files are kept in results" in running.output.splitlines()[-1]
     job.wait(20)
     assert study.run("results/features/c0/few.h5") == {"compute_features": 1}
-
-
-def test_ctrl_c_names_the_folder_that_a_prefix_leads_to(study):
-    interrupt = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
-    study.path("Snakefile").write_text(as_a_module("in/it") + interrupt)
-    _, output = Workspace(study.folder, study.config, "Snakefile").snakemake("--dry-run")
-    stopping, kept = output.splitlines()[-2:]
-    assert stopping == "Stopping after Ctrl-C: waiting for jobs to clean up."
-    assert "Finished files are kept in in/it/results, and" in kept
 
 
 def test_two_runs_with_one_results_folder(study, tmp_path):

@@ -1,6 +1,5 @@
 """The executor plugin `forks`, on workflows that know nothing of the library."""
 
-import inspect
 import json
 import os
 import re
@@ -13,7 +12,6 @@ import pandas as pd
 import patience
 import psutil
 import pytest
-from snakemake.script import PythonScript
 from workspace import snakemake
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="scripts are forks on Linux alone")
@@ -180,26 +178,3 @@ def test_a_server_that_is_killed_takes_its_scripts_along(folder):
     assert status == 1
     assert "Error in rule tell" in output
     assert "non-zero exit status 255" in output
-
-
-TORCH = "import torch\nopen(snakemake.output[0], 'w').write(str(torch.ones(3).sum()))\n"
-
-
-@pytest.mark.gate
-def test_scripts_that_import_torch_are_three_times_as_fast(folder):
-    write(folder, TORCH, n=16)
-    seconds = {}
-    for executor in ("forks", "local"):
-        began = time.monotonic()
-        status, output = run(folder, executor, preload="torch", python=sys.executable)
-        seconds[executor] = time.monotonic() - began
-        assert status == 0, output
-    assert seconds["local"] > 3 * seconds["forks"], seconds
-
-
-def test_snakemake_has_what_the_plugin_needs():
-    """It takes the place of a method, and reads these of an object."""
-    assert [*inspect.signature(PythonScript.execute_script).parameters] == ["self", "fname", "edit"]
-    taken = {"conda_env", "container_img", "env_modules", "shadow_dir", "resources", "threads"}
-    taken |= {"bench_record", "rulename"}
-    assert taken <= inspect.signature(PythonScript.__init__).parameters.keys()

@@ -1,15 +1,13 @@
 """Experiments with targets in a file: which jobs run, and equal scores for equal samples."""
 
 import json
-import re
 
 import numpy as np
 import pandas as pd
 import pytest
-from refusals import message, preflight
+from refusals import message
 from workspace import REPOSITORY
 
-from trak_core.errors import InputError
 from trak_core.study.read_targets import split_of
 from trak_core.study.study import Study
 
@@ -111,29 +109,6 @@ def test_questions_in_python_and_in_a_table(study):
     question = QUESTION.replace("402", "403").replace('"second"', '"b", "c"')
     study.path("asked.py").write_text(question)
     assert study.would_run(*scores) == ONE
-
-
-@pytest.mark.parametrize(
-    ("text", "name", "words"),
-    [
-        ("", "asked.jsonl", "Reading it failed: it has no rows"),
-        ("{}\n\nno json\n", "asked.jsonl", "failed: line 3: Expecting value, in 'no json'"),
-        ('{"a": null}\n', "asked.jsonl", "same fields, and no field may be null"),
-        (
-            '{"patient": 1}\n',
-            "asked.jsonl",
-            'asked.jsonl, line 1, {"patient": 1}, must end without',
-        ),
-        ("id\tpatient\n1\n", "asked.tsv", "failed: line 2 has 1 cell, but the header has 2"),
-        ("x = 1\n", "asked.py", "the study must define a function target_data()"),
-    ],
-)
-def test_bad_questions_are_refused_by_the_look_beforehand(tmp_path, text, name, words):
-    study = tmp_path / "study.py"
-    study.write_text((REPOSITORY / "tests/studies/diabetes.py").read_text() + STUDY)
-    (tmp_path / name).write_text(text)
-    with pytest.raises(InputError, match=re.escape(words)):
-        preflight(study, {"asked": None}, questions={"asked": str(tmp_path / name)})
 
 
 def test_a_bad_question_is_refused_before_any_job(study):

@@ -5,29 +5,24 @@ import re
 import shlex
 import shutil
 from copy import deepcopy
-from datetime import date
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 import texts
-import torch
 import yaml
 from few_words import WORDS, ids, tokenizer, write
 from pages import blocks, run_code
-from PIL import Image
 from pipeline import run_config
-from read_only import linux_alone, read_only, run_as_reader
+from read_only import check_reader, linux_alone
 from refused import refused
 from workspace import REPOSITORY, Workspace
 
 import trak_core
 from trak_core.command.main import main
-from trak_core.config.bind_study_arguments import READY_MADE, builder_of, with_ready_study
-from trak_core.errors import InputError
+from trak_core.config.bind_study_arguments import READY_MADE, with_ready_study
 from trak_core.runtime.files import data_digests
-from trak_core.stages.preflight_study import preflight_study
 from trak_core.study.study import Study
 
 ROWS = [{"id": i, "text": text} for i, text in enumerate(["sky is blue", "the sun", "red sky is"])]
@@ -138,21 +133,14 @@ def test_a_colleague_s_results_are_asked_as_they_are(study):
     trak = ["-m", "trak_core.command.main", "ask"]
     other = "study_arguments={texts: train.jsonl, max_tokens: 2}"
     written = "Found Permission denied at results-texts/language_model_study_"
-    results = study.path("results-texts")
-    with read_only(results):
-        before = {path: path.stat().st_mtime_ns for path in results.rglob("*")}
-        for arguments, status, said in (
-            ([*call, "-n"], 0, "Nothing to be done"),
-            (call, 0, "Nothing to be done"),
-            ([*trak, "study.yaml", "--file", "asked.jsonl"], 0, "0: the sky is red"),
-            (["-c", ask], 0, "3 scores"),
-            ([*call, "-n", "--config", other], 1, written),
-        ):
-            ended, output = run_as_reader(*arguments, cwd=study.folder)
-            assert (ended, said in output) == (status, True), output
-            assert "Traceback" not in output
-        now = {path: path.stat().st_mtime_ns for path in results.rglob("*")}
-        assert now == before
+    calls = [
+        ([*call, "-n"], 0, "Nothing to be done"),
+        (call, 0, "Nothing to be done"),
+        ([*trak, "study.yaml", "--file", "asked.jsonl"], 0, "0: the sky is red"),
+        (["-c", ask], 0, "3 scores"),
+        ([*call, "-n", "--config", other], 1, written),
+    ]
+    check_reader(study.path("results-texts"), study.folder, calls)
 
 
 def test_init_writes_the_page_s_config_which_is_the_one_that_is_run_above(
@@ -166,30 +154,6 @@ def test_init_writes_the_page_s_config_which_is_the_one_that_is_run_above(
     text = study.path("first.yaml").read_text()
     named = {"checkpoints": {"run": "out"}, "results": "results-texts"}
     assert yaml.safe_load(text) | named == yaml.safe_load(SHOWN)
-
-
-def test_a_model_that_does_not_fit_is_named_as_the_config_does(study):
-    """Nobody wrote a make_model(); what a library prints beside it is no error."""
-    (study.path("net.py")).write_text(
-        "import sys\nfrom torch import nn\n\n\n"
-        "def net():\n    print('a notice', file=sys.stderr)\n    return nn.Linear(2, 2)\n"
-    )
-    study.path("train.csv").write_text("a,b,label\n1,2,0\n3,4,1\n")
-    torch.save(torch.nn.Linear(2, 3).state_dict(), study.path("c.pt"))
-    arguments = {"table": "train.csv", "label": "label", "model": "net.py:net"}
-    study.config |= {"study": "tabular", "study_arguments": arguments, "checkpoints": {"c": "c.pt"}}
-    study.config |= {"model_output": "image_classification"}
-    study.config |= {"experiments": {"asked": {"targets": [0]}}}
-    output = study.fail("-n")
-    before, told = output.split("Error: ")
-    assert before.endswith(
-        "a notice\nThe first training sample, 0, as the model reads it: a 1, b 2; label 0\n"
-    )
-    assert "Does `model: net.py:net` in study_arguments build the model that was saved?" in told
-    built_by = {"study": "results/language_model_study_01234567.py", "study_arguments": {}}
-    assert builder_of(built_by) == "the first of `checkpoints`"
-    own = {"study": "results/mine_study_01234567.py", "study_arguments": arguments}
-    assert builder_of(own) == builder_of({"study": "tabular.py"}) == "make_model()"
 
 
 def test_each_start_shows_samples_as_read_and_asked_ones_in_another_format(
@@ -229,15 +193,8 @@ def test_what_a_config_may_not_say(study, monkeypatch):
         with_ready_study({"study": "tabular"})
     for wrong, named in (
         ({"text": "train.jsonl"}, "no texts"),
-        ({"texts": "trian.jsonl"}, "trian.jsonl"),
         ({"texts": "train.jsonl", "txt": 3}, "unknown key txt"),
-        ({"texts": "train.jsonl", "max_tokens": float("inf")}, "max_tokens: inf"),
         ({"texts": "train.jsonl", "max_tokens": "64"}, "max_tokens: 64 (it must be an integer)"),
-        ({"texts": "train.jsonl", "text": ["a", "b"]}, "text: ['a', 'b'] (it must be a text"),
-        (
-            {"texts": "train.jsonl", "date": date(2024, 7, 26)},
-            "date: 2024-07-26 (it must be a text",
-        ),
     ):
         with refused("config.study_arguments", re.compile(re.escape(named))):
             with_ready_study({"study": "language_model", "study_arguments": wrong})
@@ -285,57 +242,6 @@ def test_images_that_a_table_names_are_watched(study, monkeypatch):
     config = with_ready_study({"study": "image_folder", "study_arguments": arguments})
     with refused("config.missing_data_file", "'new/*.png'"):
         data_digests(config["data_files"], study.path("results/record.json"))
-
-
-@pytest.mark.parametrize(
-    ("kind", "change", "told"),
-    [
-        ("image_folder", {}, ("training data", "(1, 3, 4, 4)", "`transform: file.py:function`")),
-        ("tabular", {"columns": ["a"]}, ("training data", "1 numbers of each row: a", "`columns`")),
-        (
-            "language_model",
-            {"max_tokens": 80},
-            ("training data", "tokenizer in out", "`weights`", "`max_tokens`"),
-        ),
-    ],
-)
-def test_samples_that_the_model_does_not_take_are_changed_by_a_key(
-    study, kind, change, told, monkeypatch
-):
-    """Nobody who named a ready-made study wrote samples."""
-    monkeypatch.chdir(study.folder)
-    study.path("net.py").write_text(
-        "import torch\nfrom torch import nn\n\n"
-        "def net(n=2):\n"
-        "    return nn.Sequential(nn.AdaptiveAvgPool2d((1, 2)), nn.Flatten(), nn.Linear(2, n))\n"
-    )
-    for i in range(4):
-        study.path(f"images/{'ab'[i % 2]}").mkdir(parents=True, exist_ok=True)
-        colour = (50 * i, 0, 0)
-        Image.new("RGB", (4, 4), colour).save(study.path(f"images/{'ab'[i % 2]}/{i}.png"))
-    study.path("train.csv").write_text("a,b,label\n1,2,0\n3,4,1\n")
-    write(study.path("long.jsonl"), [{"text": "the sky is red " * 20}])
-    arguments = {
-        "image_folder": {"images": "images", "model": "net.py:net"},
-        "tabular": {"table": "train.csv", "label": "label", "model": "net.py:net"},
-        "language_model": {"texts": "long.jsonl"},
-    }[kind]
-    config = {"study": kind, "study_arguments": arguments | change, "checkpoints": {"c": "out"}}
-    output = "language_modelling" if kind == "language_model" else "image_classification"
-    file = with_ready_study(config | {"model_output": output})["study"]
-    with pytest.raises(InputError) as error:
-        preflight_study(
-            study_file=Path(file),
-            model_output=output,
-            weighting="plain",
-            parameter_patterns=None,
-            training=None,
-            splits={"train": None},
-            shards={"train": 1},
-        )
-    assert all(words in str(error.value) for words in told), error.value
-    assert "sample must be" not in str(error.value).replace("samples must be no", "")
-    assert "Bring all samples" not in str(error.value)
 
 
 def test_a_study_of_one_s_own_takes_arguments(study, monkeypatch):

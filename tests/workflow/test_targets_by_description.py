@@ -2,16 +2,9 @@
 
 import numpy as np
 import pandas as pd
-from workspace import Workspace
 
 SELECTING = {"compute_outputs": 3, "select_targets": 1}
 SCORING = {"compute_features": 3, "compute_scores": 3, "average_scores": 1}
-
-
-def errors_of(study: Workspace, experiment: str) -> list[int]:
-    table = pd.read_hdf(study.path(f"results/scores/{experiment}.h5"), "targets")
-    assert isinstance(table, pd.DataFrame)
-    return table.loc[table["prediction"] != table["label"], "id"].tolist()
 
 
 def test_targets_are_those_of_the_table_of_all(trained, tmp_path):
@@ -24,9 +17,10 @@ def test_targets_are_those_of_the_table_of_all(trained, tmp_path):
     counts = study.run("scores")
     twice = {rule: 2 * n for rule, n in SCORING.items()}
     assert counts == SELECTING | twice | {"average_targets": 3, "average_scores": 3}
-    errors = errors_of(study, "everything")
+    table = pd.read_hdf(study.path("results/scores/everything.h5"), "targets")
+    errors = table.loc[table["prediction"] != table["label"], "id"].tolist()
     scores = pd.read_hdf(study.path("results/scores/errors.h5"), "scores")
-    assert 1 < len(errors) < len(pd.read_hdf(study.path("results/scores/everything.h5"), "targets"))
+    assert 1 < len(errors) < len(table)
     assert scores.columns.tolist() == errors
     whole = pd.read_hdf(study.path("results/scores/everything.h5"), "scores")
     contrast = pd.read_hdf(study.path("results/scores/contrast.h5"), "scores")["contrast"]

@@ -103,13 +103,6 @@ def test_a_module_edited(study):
     assert study.would_run("all") == {}
 
 
-def test_the_study_edited(study):
-    """The whole file counts: a comment as well."""
-    path = study.path("small_digits.py")
-    path.write_text(f"{path.read_text()}\n# a comment\n")
-    assert study.would_run("all") == EVERYTHING
-
-
 def test_files_touched(study):
     """Snakemake compares the content of files below 1 MB: touching those reruns nothing."""
     study.take_code()

@@ -212,12 +212,3 @@ def test_the_report_is_a_target_of_its_own(study):
     assert study.would_run("report") == {}
     study.path("results/report.html").unlink()
     assert study.would_run("report") == {"write_report": 1}
-    status, output = study.snakemake("report")
-    assert status == 0, output
-    train = pd.read_hdf(study.path("results/scores/few.h5"), "train")
-    right = 100 * (train["label"] == train["prediction"]).mean()
-    said = (
-        f"\nReport: results/report.html\nThe models predict {right:.3g} % of the labels of their "
-    )
-    assert said in output
-    assert "\nThe report warns: " in output

@@ -7,12 +7,11 @@ import lora_models as lora
 import numpy as np
 import pytest
 import torch
+from oracle import projected
 from safetensors.torch import load_file, save_file
 from workspace import Workspace, scoring
 
 from trak_core.artifacts import FEATURES, open_artifact
-from trak_core.projection.reference import projection_matrix
-from trak_core.settings import ProjectionSpec, stream_of
 
 N_TRAIN, N_TARGETS, PROJ_DIM = 12, 3, 16
 STUDY = f"""
@@ -87,9 +86,7 @@ def expected(folder, checkpoint, ids):
         log_odds = log_p - torch.log1p(-log_p.exp())
         gradients = torch.autograd.grad(log_odds, parameters)
         rows.append(torch.cat([gradient.flatten() for gradient in gradients]))
-    shape = {"n_params": len(rows[0]), "proj_dim": PROJ_DIM}
-    spec = ProjectionSpec(kind="rademacher", **shape, seed=0, stream=stream_of(checkpoint))
-    return torch.stack(rows).numpy() @ projection_matrix(spec).astype(float) * spec.scale
+    return projected(torch.stack(rows).numpy(), PROJ_DIM, checkpoint=checkpoint)
 
 
 @pytest.mark.parametrize("checkpoint", FOLDERS)
@@ -109,15 +106,6 @@ def test_a_trainer_that_goes_on(study):
     assert study.would_run() == scoring(1, 1)
 
 
-def test_an_adapter_of_other_settings_is_refused_before_any_job(study):
-    config = study.path("out/checkpoint-4/adapter_config.json")
-    config.write_text(config.read_text().replace('"lora_alpha": 8', '"lora_alpha": 32'))
-    output = study.fail()
-    assert "Job stats" not in output
-    assert "checkpoint-4: an adapter's weights and settings must be those of the Peft" in output
-    assert "Found differences (in settings: lora_alpha 32 for 8)." in output
-
-
 def test_features_on_another_base_are_never_taken_together(study):
     """Snakemake doesn't look at the base, unless `data_files` says so; the files do."""
     shard = min(study.path("base").glob("model-*.safetensors"))
@@ -131,23 +119,3 @@ def test_features_on_another_base_are_never_taken_together(study):
     study.config["data_files"] = ["base"]
     assert study.would_run()["compute_features"] == 6
     assert study.run("results/scores/few/other.h5")["compute_features"] == 2
-
-
-def test_a_model_without_the_adapter_is_refused(study):
-    text = study.path("study.py").read_text()
-    study.path("study.py").write_text(
-        text.replace("return PeftModel.from_pretrained(", "return (").replace(', "other")', ")")
-    )
-    # The look beforehand finds the pattern without a match, a job what isn't a PeftModel.
-    assert "Found '*lora_*', which matches none of model.embed_tokens.weight" in study.fail()
-    study.config["parameters"] = "all"
-    output = study.fail("results/features/other/few.h5")
-    assert "make_model() must return a peft.PeftModel" in output
-    assert "Found LlamaForCausalLM. Return `PeftModel.from_pretrained(base, folder)`" in output
-
-
-def test_of_a_frozen_model_all_is_refused_before_any_job(study):
-    study.config["parameters"] = "all"
-    output = study.fail()
-    assert "The model must have a parameter with requires_grad. Found none among 29" in output
-    assert "Job stats" not in output
