@@ -221,67 +221,47 @@ def changed(folder, change):
     save_file(state, path)
 
 
-def cut(folder):
-    path = folder / "adapter_model.safetensors"
-    path.write_bytes(path.read_bytes()[:-10])
-
-
-def gone(name):
-    return lambda folder: (folder / name).unlink()
-
-
-def written(name, text):
-    return lambda folder: (folder / name).write_text(text)
-
-
-def with_state(change):
-    return lambda folder: changed(folder, change)
-
-
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MISSING = re.compile(LACKS + r"layers\.0\.self_attn\.q_proj\.lora_A\.weight")
+# What is wrong with the weights.
 SPOILT = {
-    "no weights": (gone(WEIGHTS), "adapter_folder", f"README.md, {CONFIG}"),
-    "a whole model beside it": (
-        written("model.safetensors", ""),
-        "adapter_folder",
-        re.compile(r"README\.md, adapter_config\.json.*, model\.safetensors(?=\. )"),
-    ),
-    "no JSON": (written(CONFIG, "{"), "adapter_config", re.compile(r"Expecting .*\)")),
-    "settings of no meaning": (
-        lambda folder: edit(folder, layers_pattern="a"),
-        "adapter_config",
-        "layers_to_transform",
-    ),
-    "a cut file": (cut, "tensor_file", WEIGHTS),
-    "a weight missing": (
-        with_state(lambda state, key: state.pop(key)),
-        "adapter_settings",
-        re.compile(LACKS + r"layers\.0\.self_attn\.q_proj\.lora_A\.weight"),
-    ),
+    "a weight missing": (dict.pop, "adapter_settings", MISSING),
     "a weight too many": (
-        with_state(lambda state, key: state.update(other=torch.zeros(1))),
-        "adapter_settings",
-        "unknown to the model: other",
+        lambda state, key: state.update(other=torch.zeros(1)),
+        *("adapter_settings", "unknown to the model: other"),
     ),
     "NaN": (
-        with_state(lambda state, key: state[key].fill_(float("nan"))),
-        "checkpoint_finite",
-        re.compile(r"\S*lora_A\S*(?=\. )"),
+        lambda state, key: state[key].fill_(float("nan")),
+        *("checkpoint_finite", re.compile(r"\S*lora_A\S*(?=\. )")),
     ),
 }
 
 
 @pytest.mark.parametrize("name", SPOILT)
-def test_a_spoilt_folder_is_refused(folder, name):
+def test_spoilt_weights_are_refused(folder, name):
     spoil, code, value = SPOILT[name]
-    spoil(folder)
+    changed(folder, spoil)
     with refused(f"study.{code}", value):
         load_checkpoint(lora.adapted(lora.llama()), folder)
 
 
-def test_weights_without_their_folder_are_refused(saved):
-    with refused("study.adapter_folder", "adapter_model.safetensors"):
-        load_checkpoint(lora.adapted(lora.llama()), saved / "adapter_model.safetensors")
+def test_folders_that_are_no_adapter(folder):
+    weights, model = folder / WEIGHTS, lora.adapted(lora.llama())
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-10])
+    with refused("study.tensor_file", WEIGHTS):
+        load_checkpoint(model, folder)
+    weights.unlink()
+    with refused("study.adapter_folder", f"README.md, {CONFIG}"):
+        load_checkpoint(model, folder)
+    weights.write_bytes(whole)
+    (folder / "model.safetensors").touch()  # a whole model beside it
+    with refused("study.adapter_folder", re.compile(r"adapter_config\.json.*, model\.safetensors")):
+        load_checkpoint(model, folder)
+    (folder / "model.safetensors").unlink()
+    (folder / CONFIG).write_text("{")
+    with refused("study.adapter_config", re.compile(r"Expecting .*\)")):
+        load_checkpoint(model, folder)
 
 
 def test_models_that_an_adapter_is_not_for(saved):

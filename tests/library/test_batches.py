@@ -1,6 +1,5 @@
 """Inputs and labels of a batch, and what is refused."""
 
-import inspect
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -77,33 +76,6 @@ def test_counting_classes():
         count(nn.Linear(4, 3), REGRESSION)
     with refused("gradients.model_call", "x (1, 4) float32", re.compile(r"TypeError: .*'x'")):
         count(nn.Linear(4, 3), batch={"x": batch[0], "labels": batch[1]})
-
-
-class Mistaken(nn.Linear):
-    def forward(self, x):
-        x = super().forward(x)
-        return x.view(len(x), 7)
-
-
-def test_a_sample_of_another_dtype_is_told_from_a_mistake_in_the_model():
-    samples = (torch.zeros(1, 4), torch.tensor([0]))
-    double = (samples[0].double(), samples[1])
-    with refused("gradients.model_call", "(1, 4) float64", re.compile(r"RuntimeError: .*")):
-        count_classes(nn.Linear(4, 3), CLASSIFICATION, double, CPU)
-    with refused("gradients.model_call", "(1, 4) float32", re.compile(r"(?s)Found .*7\)")) as error:
-        count_classes(Mistaken(4, 3), CLASSIFICATION, samples, CPU)
-    line = inspect.getsourcelines(Mistaken)[1] + 3
-    assert f"in {__file__}:{line}, forward: return x.view(len(x), 7)" in str(error.value)
-
-
-def by_grad(m, x):
-    return torch.autograd.grad(m.linear(x).sum(), x, create_graph=True)[0]
-
-
-def test_a_forward_that_differentiates_needs_a_graph():
-    model = Net(lambda m, x: by_grad(m, x.requires_grad_()), {"linear": lambda: nn.Linear(4, 3)})
-    with refused("gradients.model_call", re.compile(r"(?s)Found .*(?=A `forward`)")):
-        count_classes(model, CLASSIFICATION, (torch.zeros(1, 4), torch.tensor([0])), CPU)
 
 
 def test_what_a_model_returns_must_fit_the_labels():

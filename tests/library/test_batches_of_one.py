@@ -125,13 +125,6 @@ def lossy(m, x):
     return m.head(y)
 
 
-class Opaque(nn.Linear):
-    """Can't be copied."""
-
-    def __deepcopy__(self, memo):
-        raise TypeError("no copies")
-
-
 LSTM = {"lstm": lambda: nn.LSTM(4, 4, batch_first=True)}
 DISAGREEING = {
     "one pass is wrong": (
@@ -152,10 +145,6 @@ DISAGREEING = {
     "lost digits": (
         *(lossy, {}),
         *(gradients_one_by_one, "in linear.weight, and in float64 by ", "Gradients are computed"),
-    ),
-    "no copy": (
-        *(scaled(lambda n: 1 + (n == 1)), {"head": lambda: Opaque(4, 3)}),
-        *(gradients_one_by_one, "comparison in float64 failed (TypeError: no copies)", "slower."),
     ),
 }
 

@@ -24,14 +24,6 @@ def net():
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(5, 3)
-        self.head = nn.Linear(3, 5, bias=False)
-        self.head.weight = self.embedding.weight
-
-
 @pytest.fixture
 def state():
     return net().state_dict()
@@ -52,18 +44,6 @@ def test_pytorch_files(state, tmp_path, prefix, wrapper):
     stored = {prefix + key: value for key, value in state.items()}
     torch.save({wrapper: stored, "epoch": 3} if wrapper else stored, tmp_path / "a.pt")
     assert same(state, tmp_path / "a.pt")
-
-
-@pytest.mark.parametrize("prefix", ["model.", "model.net.", "module.model."])
-def test_a_prefix_that_all_keys_share_is_taken_off_and_said(state, tmp_path, capsys, prefix):
-    path = tmp_path / "a.ckpt"
-    torch.save({"state_dict": {prefix + key: value for key, value in state.items()}}, path)
-    assert same(state, path)
-    said = f"{path}: all keys begin with `{prefix}`, which is removed to fit the model.\n"
-    assert capsys.readouterr().out == said
-    torch.save(state, path)
-    assert same(state, path)
-    assert not capsys.readouterr().out
 
 
 class Gone:
@@ -107,25 +87,6 @@ def test_objects_beside_the_weights_are_left_where_they_are(
         with refused("study.tensor_file", re.compile(r"(?<=failed: )it contains .*")):
             check_checkpoint(net(), path)
     assert not Path("ran").exists()
-
-
-def test_tensors_in_pieces_are_named(tmp_path):
-    """As FSDP's second version has them in its state dict."""
-    from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
-
-    with warnings.catch_warnings(action="ignore"):
-        torch.distributed.init_process_group(
-            "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-        )
-        try:
-            mesh = init_device_mesh("cpu", (1,))
-            weight = DTensor.from_local(torch.ones(4, 3), mesh, [Replicate()])
-            torch.save({"model": {"0.weight": weight}}, tmp_path / "a.pt")
-        finally:
-            torch.distributed.destroy_process_group()
-    for read in (check_checkpoint, load_checkpoint):
-        with refused("study.tensor_file", "0.weight", "DTensor"):
-            read(net(), tmp_path / "a.pt")
 
 
 NOT_AS_TRAINED = {
@@ -174,22 +135,6 @@ def bytes_read():
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-class Wrapper(nn.Module):
-    """Its own parts are called what data parallelism and torch.compile call theirs."""
-
-    def __init__(self):
-        super().__init__()
-        self.module = nn.ModuleDict({"_orig_mod": nn.Linear(2, 2), "module": nn.Linear(2, 3)})
-
-
-@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
-def test_a_model_with_a_part_called_module(tmp_path, capsys, prefix):
-    state = Wrapper().state_dict()
-    torch.save({prefix + k: v for k, v in state.items()}, tmp_path / "a.pt")
-    assert same(state, tmp_path / "a.pt", Wrapper())
-    assert bool(capsys.readouterr().out) == bool(prefix)
-
-
 @pytest.mark.parametrize("name", ["a.safetensors", "a.pt", "a", "a.pth.tar", "a.tar", "a.ckpt"])
 def test_any_ending_of_a_name(state, tmp_path, name):
     save_file(state, tmp_path / name)
@@ -199,13 +144,6 @@ def test_any_ending_of_a_name(state, tmp_path, name):
     for zipped in (True, False):
         torch.save(state, tmp_path / name, _use_new_zipfile_serialization=zipped)
         assert same(state, tmp_path / name)
-
-
-def test_memory_that_runs_out_is_no_fault_of_the_file(state, tmp_path, monkeypatch):
-    torch.save(state, tmp_path / "a.pt")
-    monkeypatch.setattr(torch, "load", lambda *_, **__: bytearray(2**62))
-    with pytest.raises(MemoryError):
-        read_state_dict(tmp_path / "a.pt")
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
@@ -255,12 +193,6 @@ def test_a_folder_with_a_bad_index(tmp_path, index):
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with refused("study.checkpoint_index", re.compile(r"(?<=failed: ).*")):
         read_state_dict(tmp_path)
-
-
-def test_tied_parameters_are_needed_once(tmp_path):
-    state = Tied().state_dict()
-    save_file({"embedding.weight": state["embedding.weight"]}, tmp_path / "a.safetensors")
-    assert same(state, tmp_path / "a.safetensors", Tied())
 
 
 @pytest.mark.parametrize("read", [check_checkpoint, load_checkpoint])

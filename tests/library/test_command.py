@@ -6,11 +6,9 @@ import resource
 import signal
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-import torch
 from refused import refused
 
 from trak_core.command.main import main
@@ -111,23 +109,6 @@ def test_exit_status_and_errors_of_the_command():
     result = subprocess.run([*command, "run", "no.yaml"], capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr.startswith("Error: The config must exist. Found nothing at no.yaml")
-
-
-def test_init_ends_quietly_if_its_reader_has_closed_the_pipe(tmp_path):
-    (tmp_path / "train.csv").write_text("a,label\n1,0\n")
-    torch.save({"weight": torch.zeros(1, 1)}, tmp_path / "m.pt")
-    read, write = os.pipe()
-    os.close(read)
-    words = [sys.executable, "-m", "trak_core.command.main", "init"]
-    ended = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, cwd=tmp_path, check=False)
-    os.close(write)
-    assert (ended.returncode, ended.stderr) == (-signal.SIGPIPE, b"")
-    assert (tmp_path / "trak.yaml").exists()
-
-
-def test_the_version_is_the_package_s(capsys):
-    main(["--version"])
-    assert capsys.readouterr().out == f"trak-core {version('trak-core')}\n"
 
 
 def test_the_brief_log_is_used_on_this_machine_only(tmp_path, monkeypatch):

@@ -146,9 +146,3 @@ def test_a_file_put_back_with_its_old_time_is_read(folder, record):
     path.write_text("data/x.csv")
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert data_digests(["data"], record) != before
-
-
-def test_a_lost_record_changes_no_digest(folder, record, digest):
-    before = digest("data")
-    record.write_text("{")
-    assert digest("data") == before
