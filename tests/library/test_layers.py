@@ -96,17 +96,6 @@ def test_no_module_imports_itself_by_a_detour():
     tuple(graphlib.TopologicalSorter(graph).static_order())
 
 
-def test_no_module_of_two_folders_has_one_name():
-    """Except for packages, the kernels' twins, and how artifacts are read and written."""
-    found = {}
-    for path in MODULES:
-        if not (
-            path.name.startswith("_") or {"cpu", "cuda", "compat", "artifacts"} & set(path.parts)
-        ):
-            found.setdefault(path.name, []).append(str(path.relative_to(PACKAGE)))
-    assert [paths for paths in found.values() if len(paths) > 1] == []
-
-
 def test_modules_are_small():
     lengths = {path: len(path.read_text().splitlines()) for path in MODULES}
     assert {path: length for path, length in lengths.items() if length > 500} == {}
@@ -115,31 +104,23 @@ def test_modules_are_small():
 # What each start of Snakemake, or each job, must not pay for. One process imports the modules of a
 # list one after another: what an earlier one brings would count for those below it.
 HEAVY = {"torch", "numpy", "h5py", "numba", "pandas"}
+TABLES = ("average_scores", "compare_removals", "evaluate_scores", "write_list")
 LIGHT = [
     [
-        ("trak_core.dependency_digests", HEAVY),
-        ("trak_core.model_outputs.about_outputs", HEAVY),
-        ("trak_core.settings", HEAVY),
-        *((f"trak_core.config.{name}", HEAVY) for name in ("memory_needs", "read_config")),
-        *(
-            (f"trak_core.config.{name}", HEAVY)
-            for name in ("cross_checks", "specs_from_config", "preflight")
-        ),
-        ("trak_core.attribution.solve", {"torch", "h5py", "numba", "pandas"}),
-        ("trak_core.stages.compute_scores", {"torch", "numba", "pandas"}),
-        ("trak_core.stages.join_shards", {"torch", "numba", "pandas"}),
-        ("trak_core.evaluation.lds", {"torch", "numba"}),
-        ("trak_core.stages.average_scores", {"torch", "numba"}),
-        ("trak_core.stages.evaluate_scores", {"torch", "numba"}),
-        ("trak_core.stages.compare_removals", {"torch", "numba"}),
-        ("trak_core.stages.write_list", {"torch", "numba"}),
+        *((name, HEAVY) for name in ("dependency_digests", "model_outputs.about_outputs")),
+        *((f"config.{name}", HEAVY) for name in ("cross_checks", "memory_needs", "preflight")),
+        *((f"config.{name}", HEAVY) for name in ("read_config", "specs_from_config")),
+        ("attribution.solve", {"torch", "h5py", "numba", "pandas"}),
+        ("stages.compute_scores", {"torch", "numba", "pandas"}),
+        ("stages.join_shards", {"torch", "numba", "pandas"}),
+        *((f"stages.{name}", {"torch", "numba"}) for name in TABLES),
     ],
     [
-        ("trak_core.stages.train_checkpoint", {"numba", "pandas", "h5py", "torch._dynamo"}),
-        ("trak_core.stages.compute_outputs", {"numba", "pandas", "matplotlib", "torch._dynamo"}),
-        ("trak_core.stages.retrain", {"numba", "pandas", "torch._dynamo"}),
-        ("trak_core.stages.compute_gramian", {"numba", "pandas"}),
-        ("trak_core.stages.compute_features", {"pandas", "matplotlib", "torch._dynamo"}),
+        ("stages.train_checkpoint", {"numba", "pandas", "h5py", "torch._dynamo"}),
+        ("stages.compute_outputs", {"numba", "pandas", "matplotlib", "torch._dynamo"}),
+        ("stages.retrain", {"numba", "pandas", "torch._dynamo"}),
+        ("stages.compute_gramian", {"numba", "pandas"}),
+        ("stages.compute_features", {"pandas", "matplotlib", "torch._dynamo"}),
     ],
 ]
 
@@ -166,7 +147,7 @@ def test_what_a_start_must_not_cost():
     program = """
 import importlib, sys
 for module, absent in LIST:
-    importlib.import_module(module)
+    importlib.import_module("trak_core." + module)
     for package in sorted(absent & sys.modules.keys()):
         print(module, "imports", package)
 """

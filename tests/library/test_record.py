@@ -1,5 +1,4 @@
 import fcntl
-import os
 import subprocess
 import sys
 
@@ -66,50 +65,3 @@ def test_a_colleagues_lock_is_one_too(tmp_path):
         fcntl.flock(file, fcntl.LOCK_EX)
         held = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True)
     assert "written to by one run at a time" in held.stderr
-
-
-# Root may write anywhere; nobody may not.
-AS_NOBODY = """
-import os, sys
-from pathlib import Path
-from trak_core.errors import InputError
-from trak_core.runtime.files import check_results, write_record
-if os.getuid() == 0:
-    os.setuid(65534)
-try:
-    if sys.argv[1:]:
-        check_results(Path("results"))
-    else:
-        write_record(Path("results/study.json"), {"a": 1}, must=False)
-except InputError as error:
-    print(error.code, error)
-"""
-
-
-def as_nobody(folder, *arguments):
-    command = [sys.executable, "-c", AS_NOBODY, *arguments]
-    folder.chmod(0o755)
-    pipes = {"stdout": subprocess.PIPE, "text": True}
-    return subprocess.run(command, cwd=folder, check=True, **pipes).stdout
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="root alone can have a file of somebody else")
-def test_a_record_of_somebody_else_is_no_folder_that_may_only_be_read(tmp_path):
-    """In a folder such as /tmp only a file's owner may replace it."""
-    results = tmp_path / "results"
-    results.mkdir()
-    (results / "study.json").write_text("{}")
-    results.chmod(0o555)
-    assert as_nobody(tmp_path) == ""
-    results.chmod(0o1777)
-    said = as_nobody(tmp_path)
-    assert said.startswith("config.results_folder results: the results folder must be")
-    assert "Found Operation not permitted at results/study.json. Make the folder writable" in said
-    assert [path.name for path in results.iterdir()] == ["study.json"]
-
-
-def test_a_folder_that_takes_no_file_is_named_itself(tmp_path):
-    (tmp_path / "results").mkdir(mode=0o555)
-    assert "Found Permission denied at results. Make the folder writable" in as_nobody(
-        tmp_path, "check"
-    )

@@ -21,16 +21,6 @@ PACKAGE = REPOSITORY / "trak_core"
 SCHEMA = yaml.safe_load((REPOSITORY / "workflow/schemas/config.schema.yaml").read_text())
 DESCRIBED = (REPOSITORY / "config/README.md").read_text()
 KINDS = [kind for kind in ProjectionKind if kind.about.tag is not None]
-# What may say a name: the tables, and the interface of another library that has names of its own.
-SAYS_KINDS = ("settings/", "projection/", "compat/")
-# The other names of outputs are no words that mean something else.
-OUTPUTS = [name for name in TABLE if name != "loss"]
-SAYS_OUTPUTS = (
-    "model_outputs/about_outputs.py",
-    "compat/",
-    "config/bind_study_arguments.py",
-    "command/init.py",
-)
 
 
 def load(name):
@@ -60,22 +50,6 @@ def test_each_kind_and_each_output_is_described():
     section = DESCRIBED.split("| `model_output` | f |")[1].split("\n\n")[0]
     rows = [line.split(" | ")[0] for line in section.splitlines()[2:]]
     assert [name for row in rows for name in re.findall(r"`(\w+)`", row)] == list(TABLE)
-
-
-def test_nobody_else_says_their_names():
-    """As a whole string, outside docstrings."""
-    for path, text in MODULES.items():
-        names = [*(KINDS if not path.startswith(SAYS_KINDS) else [])]
-        names += [] if path.startswith(SAYS_OUTPUTS) else OUTPUTS
-        # Reading the code as Python takes longest, and where no such word is it says no name.
-        if any(name in text for name in names):
-            nodes = [x for x in ast.walk(ast.parse(text)) if isinstance(x, ast.Constant)]
-            assert not {x.value for x in nodes} & set(names), path
-
-
-def test_nobody_else_takes_one_kind():
-    naming = [path for path, text in MODULES.items() if re.search(r"ProjectionKind\.[A-Z]", text)]
-    assert [path for path in naming if not path.startswith(SAYS_KINDS)] == []
 
 
 def test_tags_are_told_apart_and_fit_the_counter():

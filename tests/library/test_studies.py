@@ -14,10 +14,9 @@ import torch
 from PIL import Image
 from refused import refused
 
-from trak_core.data.rows import read_rows
 from trak_core.ready_made.image_folder import image_folder
 from trak_core.ready_made.language_model import language_model
-from trak_core.ready_made.ready_study import Rows, field, needed
+from trak_core.ready_made.ready_study import field, needed
 from trak_core.ready_made.tabular import tabular
 from trak_core.ready_made.text_classification import text_classification
 
@@ -149,30 +148,6 @@ def test_empty_answers_are_counted(weights, tmp_path, capsys):
         assert told.count(said) == told.count("Notice: ") == 1
         language_model(write(tmp_path / "rows.jsonl", [full]), str(weights), **given).train_data()
         assert "Notice" not in capsys.readouterr().err
-
-
-def test_a_missing_field_is_named_with_its_first_row_or_all(weights, tmp_path):
-    """The longest row is read first, whichever it is."""
-    rows = [
-        {"a": "sky"},
-        {"b": "sky"},
-        {"a": None},
-        {"b": "the sky is blue"},
-        {"a": "the sun is red"},
-    ]
-    file, folder = write(tmp_path / "rows.jsonl", rows), str(weights)
-    for template, line, known in (
-        ("{typo}", 1, re.compile(r"values in a\..* No row of this file has typo\.$")),
-        ("{a}{typo}", 1, re.compile(r" No row of this file has typo\.$")),
-    ):
-        with refused("studies.template", f"{file}, line {line}:", known):
-            language_model(file, folder, text=template).train_data()
-    for name, line, row in (("a", 2, 3), ("b", 1, 2)):
-        rows = language_model(file, folder, text=f"{{{name}}}", max_tokens=9).train_data()
-        with refused("studies.template", f"{file}, line {line}:", re.compile(r"answer\}'\.$")):
-            rows[row]
-    with refused("studies.field", f"{file}, line 2:", re.compile(r"fields b\.$")):
-        Rows(read_rows(file), lambda row: field(row, "a"))[3]
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers', by peft

@@ -16,8 +16,6 @@ from trak_core.gradients import (
     gradients_in_turn,
     select_parameters,
 )
-from trak_core.gradients.gradient_consumers import Formed
-from trak_core.gradients.gradient_terms import Dense
 from trak_core.gradients.model_inputs import as_batch
 from trak_core.model_outputs.about_outputs import TABLE
 from trak_core.projection import Contractions
@@ -188,7 +186,9 @@ def test_deferred_logits_have_the_same_shares(make, kind, monkeypatch):
     pairs = Pairs(torch.tensor([0, 1, 2]), torch.tensor([1, 0, 1]))
     vectors = torch.randn(2, 32)
     # Some tokens at a time.
-    monkeypatch.setattr("trak_core.gradients.margins_in_pieces.piece_on", lambda _: 3 * N_TEXTS * N_WORDS)
+    monkeypatch.setattr(
+        "trak_core.gradients.margins_in_pieces.piece_on", lambda _: 3 * N_TEXTS * N_WORDS
+    )
     in_pieces = MarginsOfTokens(model, output)
     results = []
     for given, of, rows in (
@@ -261,22 +261,3 @@ def test_held_directions_are_no_more_than_a_piece(monkeypatch):
     held = [directions.held(parameter) for parameter in parameters.values()]
     # Five biases of four entries, and one matrix of sixteen, for two vectors.
     assert sum(tensor.numel() for tensor in held if tensor is not None) == 2 * (5 * 4 + 16)
-
-
-@pytest.mark.parametrize("reads", [False, True])
-def test_terms_are_kept_for_consumers_that_read_them(reads):
-    seen = []
-
-    class Seen(Formed):
-        reads_terms = reads
-
-        def take(self, parameter, uses):
-            seen.extend(use.terms for use in uses if isinstance(use, Dense))
-
-    model, output = WithBias().eval(), TABLE["language_modelling"].load()
-    parameters = select_parameters(model, None)
-    texts = torch.randint(N_WORDS, (2, N_TOKENS))
-    batch = as_batch({"input_ids": texts, "labels": texts}, output)
-    gradients_at_once(model, parameters, output, batch, Seen.zeros(parameters, 2))
-    assert seen
-    assert any(terms is not None for terms in seen) == reads

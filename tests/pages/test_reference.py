@@ -12,7 +12,6 @@ from workspace import REPOSITORY
 sys.path.insert(0, str(REPOSITORY / "docs"))
 from generate.check_site import faults_of
 from generate.config_keys import config_keys, keys_of
-from generate.rule_graph import drawn, rows_of, without_shortcuts
 
 DOCS = REPOSITORY / "docs"
 SCHEMA = yaml.safe_load((REPOSITORY / "workflow/schemas/config.schema.yaml").read_text())
@@ -62,12 +61,3 @@ def test_a_site_with_dead_links_or_loaded_files_is_refused(tmp_path):
         "b.html: no anchor for #up",
         "b.html: no file for c.html",
     ]
-
-
-def test_the_graph_draws_each_rule_below_what_it_reads():
-    graph = {"a": [], "b": ["a"], "c": ["a", "b"], "d": ["a"], "e": ["a"], "f": ["a"]}
-    shown = without_shortcuts(graph)
-    assert shown["c"] == ["b"]
-    rows = rows_of(shown)
-    assert rows == [["a"], ["b", "d", "e"], ["f"], ["c"]]
-    assert drawn(graph).count("<rect") == len(graph)

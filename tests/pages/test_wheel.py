@@ -62,14 +62,6 @@ PROFILE = """
 from trak_core.command.run import snakemake_command
 print(snakemake_command("mine.yaml", ["--profile", "slurm"])[-1])
 """
-NO_EXTRA = """
-import sys
-sys.modules["matplotlib"] = None
-try:
-    import trak_core.report.read_results
-except ModuleNotFoundError as error:
-    print(error)
-"""
 
 
 def run(*command, **options):
@@ -189,13 +181,6 @@ def test_studies_run_where_nothing_but_the_wheel_is(python, tmp_path):
     largest = np.abs(scores[0].to_numpy()).max()
     assert np.abs(scores[1].to_numpy() - scores[0].to_numpy()).max() <= 1e-6 * largest
     assert "pushed it up:" in trak("ask", "trak.yaml", "-t", "0")
-
-
-def test_what_an_extra_brings_is_asked_for_by_name(python, tmp_path):
-    assert isolated(python, NO_EXTRA, tmp_path) == (
-        "trak_core.report needs matplotlib, which must be installed. "
-        "Run `pip install 'trak-core[workflow]'`.\n"
-    )
 
 
 @pytest.mark.skipif(not (REPOSITORY / ".git").exists(), reason="runs in a checkout of git")
