@@ -73,13 +73,6 @@ def test_files_that_do_not_load_are_left_out_with_the_reason(name, contents, tol
     assert told in line
 
 
-def test_only_files_that_do_not_load_are_no_study():
-    torch.save(ADAM.state_dict(), "optimizer.pt")
-    write({"train.csv": "a,label\n1,0\n"})
-    with pytest.raises(Exception, match=r"the files of a study.*left out: optimizer.pt"):
-        config_for(Path())
-
-
 @pytest.mark.parametrize(
     ("others", "kept"),
     [
@@ -96,11 +89,6 @@ def test_files_of_one_network_are_listed(others, kept):
     assert [line.split(", ")[0] for line in lines] == [
         f"left out: {name}: of another network than {first}" for name in others
     ]
-
-
-def test_files_without_a_time_in_their_names_are_separate_runs():
-    names = ["best.pt", "last.pt", "run1/last.pt"]
-    assert listed(dict.fromkeys(names, NET)) == (names, [])
 
 
 @pytest.mark.parametrize(

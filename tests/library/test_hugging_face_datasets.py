@@ -1,14 +1,10 @@
 """Data sets of the package `datasets`, in memory and in the folders that it saves."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from refused import refused
 
 from trak_core import Attributor
-from trak_core.command.init import config_for
 from trak_core.data.rows import read_rows
 from trak_core.study.given_data import split_of_data
 
@@ -108,15 +104,3 @@ def test_saved_data_sets_that_are_refused(tmp_path):
     (tmp_path / "folder").mkdir()
     with refused("data.missing_rows", "folder"):
         read_rows(tmp_path / "folder")
-
-
-def test_trak_init_takes_saved_data_sets(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    datasets.DatasetDict(train=of_texts(), test=of_texts()).save_to_disk("mine/data")
-    out = tmp_path / "mine/out"
-    out.mkdir()
-    (out / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
-    monkeypatch.setattr("trak_core.command.init.loadable", lambda paths, _report: paths)
-    text, _ = config_for(Path("mine"))
-    assert "mine/data/train" in text
-    assert "mine/data/test" in text

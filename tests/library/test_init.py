@@ -60,20 +60,6 @@ def test_weights_and_texts(capsys):
     assert Path("trak.yaml").read_text() == before
 
 
-def test_each_config_has_a_results_folder_that_does_not_exist_yet():
-    write({"out/config.json": CAUSAL, "train.jsonl": TEXTS})
-    Path("more").mkdir()
-    for config, results in (
-        ("trak.yaml", "results-trak"),
-        ("more/my 2nd.yaml", "results-my_2nd"),
-        ("trak.yaml", "results-trak-2"),
-    ):
-        init(["--config", config])
-        assert yaml.safe_load(Path(config).read_text())["results"] == results
-        Path(results).mkdir()
-        Path(config).unlink()
-
-
 def test_a_trainer_s_folder_without_a_second_file():
     saved = {f"a b/run-1/checkpoint-{step}/config.json": CAUSAL for step in (4, 12)}
     config = written({**saved, "a b/yes.jsonl": TEXTS}, "a b")
@@ -91,22 +77,6 @@ def test_data_of_another_project_are_left_out(capsys):
     assert config["study_arguments"]["table"] == "A/sft.csv"
     assert config["study_arguments"]["targets"] == "A/test.csv"
     assert "nearer to other weights than A/" in capsys.readouterr().out
-
-
-def test_data_beside_both_projects_belong_to_each(capsys):
-    weights = {f"{name}/out/config.json": CAUSAL.replace("4", name) for name in "12"}
-    arguments = written({**weights, "data/train.jsonl": TEXTS, "1/log.jsonl": TEXTS})
-    assert arguments["study_arguments"]["texts"] == "data/train.jsonl"
-    assert "nearer" not in capsys.readouterr().out
-
-
-def test_a_folder_whose_weights_do_not_load_is_left_out(capsys):
-    write({"out/config.json": CAUSAL, "cut/config.json": CAUSAL, "train.jsonl": TEXTS})
-    Path("cut/model.safetensors").write_bytes(b"")
-    Path("app").mkdir()
-    Path("app/config.json").write_text("{}")
-    assert written({})["checkpoints"] == {"out": "out"}
-    assert "left out: cut/model.safetensors: " in capsys.readouterr().out
 
 
 BETWEEN = "any text between the prompt and this field"
@@ -223,18 +193,6 @@ def test_weights_of_timm_name_their_network(capsys):
     assert (config["study"], config["study_arguments"]) == ("image_folder", arguments)
     assert config["checkpoints"] == {"model": "out/model.safetensors"}
     assert re.findall(r"check: (\w+)", capsys.readouterr().out) == ["transform"]
-
-
-@pytest.mark.parametrize(
-    ("price", "output"), [("1.5", "regression"), ("1", "image_classification")]
-)
-def test_a_table_and_a_state_dict(price, output):
-    rows = "".join(f"{size},{price}\n" for size in (3, 4)) + "5,2\n"
-    config = written({"train.csv": f"size,price\n{rows}", "model.safetensors": ""})
-    assert (config["study"], config["model_output"]) == ("tabular", output)
-    assert config["study_arguments"]["label"] == "price"
-    of_classes = output == "image_classification"
-    assert config["experiments"] == {"asked": {"targets": "all" if of_classes else [0, 1, 2]}}
 
 
 IMAGES = "label", "image_classification"

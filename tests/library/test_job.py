@@ -80,15 +80,6 @@ def test_blocks_cover_all_rows_in_order(n, size, capsys):
     assert capsys.readouterr().out.endswith(f"{n}/{n} samples, 0 s, 0 s left\n")
 
 
-def test_progress_is_a_line_now_and_then(monkeypatch, capsys):
-    clock = iter(range(0, 10**6, 4))
-    monkeypatch.setattr(blocks.time, "monotonic", lambda: next(clock))
-    list(blocks_with_progress(10, 1, "samples"))
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "[######..............] 3/10 samples, 12 s, 28 s left"
-    assert len(lines) == 4
-
-
 def test_code_that_runs_beside_a_progress_bar_prints_by_its_module():
     folders = ("attribution", "gradients", "gramian", "model_outputs", "projection", "study")
     root = Path(blocks.__file__).parents[1]

@@ -71,12 +71,6 @@ def test_imports_point_down():
     assert offenders == []
 
 
-def test_all_but_what_is_said_everywhere_lies_in_a_folder():
-    loose = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"}
-    assert loose == {"errors", "dependency_digests"}
-    assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == RANK.keys() - loose
-
-
 def test_a_stage_imports_no_other_and_shares_at_most_four_files():
     stages = PACKAGE / "stages"
     assert len(list(stages.glob("_[a-z]*.py"))) <= 4

@@ -129,12 +129,6 @@ def test_impossible_checkpoints_are_refused(table, training, code, message):
         checkpoint_table(table, training)
 
 
-def test_a_time_for_a_trainers_folder_is_refused(tmp_path):
-    table = {"a": {"path": str(trainers(tmp_path, 5)), "at": 3}}
-    with refused("config.checkpoint_time", re.compile(r"`at`")):
-        checkpoint_table(table, None)
-
-
 def spec_of(runs):
     outputs = {"model_output": "regression", "parameter_patterns": None, "projection": {}}
     features = FeaturesSpec(**outputs, dtype="float32", study_digest="")

@@ -30,14 +30,8 @@ def spec_of(parameters, kind="rademacher", proj_dim=32):
     """The projection of these parameters."""
     n_params = sum(p.numel() for p in parameters.values())
     shapes = [matrix_shape(p.shape) for p in parameters.values()]
-    return ProjectionSpec(
-        kind=kind,
-        n_params=n_params,
-        proj_dim=proj_dim,
-        seed=1,
-        stream=2,
-        shapes=shapes if kind == "tensor_sketch" else None,
-    )
+    own = {"n_params": n_params, "shapes": shapes if kind == "tensor_sketch" else None}
+    return ProjectionSpec(kind=kind, proj_dim=proj_dim, seed=1, stream=2, **own)
 
 
 def gpt2():
@@ -251,13 +245,3 @@ def test_a_sample_without_pairs_has_no_shares():
     batch = as_batch({"input_ids": texts, "labels": texts}, output)
     gradients_in_turn(model, parameters, output, batch, shares)
     assert shares.by_token.shape == (0, N_TOKENS + 1)
-
-
-def test_held_directions_are_no_more_than_a_piece(monkeypatch):
-    """Layers of one size are held as far as they fit."""
-    monkeypatch.setattr("trak_core.attribution.token_shares.PIECE", 100)
-    parameters = dict(nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))).named_parameters())
-    directions = Directions(parameters, spec_of(parameters), torch.randn(2, 32))
-    held = [directions.held(parameter) for parameter in parameters.values()]
-    # Five biases of four entries, and one matrix of sixteen, for two vectors.
-    assert sum(tensor.numel() for tensor in held if tensor is not None) == 2 * (5 * 4 + 16)

@@ -79,17 +79,6 @@ def test_the_changelog_and_the_citation_have_this_version():
     assert citation["license"] == PROJECT["license"]
 
 
-def test_make_install_adds_extras_that_there_are():
-    text = (REPOSITORY / "Makefile").read_text()
-    recipe = text.partition("\n.venv/has-%:")[2].partition("\n\n")[0]
-    (extras,) = re.findall(r'"\.\[(.+)\]"', recipe)
-    *always, asked = extras.split(",")
-    assert asked == "$*"
-    named = [word for words in re.findall(r'WITH="?([a-z ]+)', text) for word in words.split()]
-    assert named
-    assert {*always, *named} <= PROJECT["optional-dependencies"].keys()
-
-
 @pytest.mark.parametrize("broken", ["timm", "nothing"])
 def test_make_install_ends_with_an_import_of_what_it_installed(broken, tmp_path):
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):

@@ -1,7 +1,6 @@
 """The README is run: its own study, its config, its commands and the code that reads results."""
 
 import re
-import shutil
 
 import pandas as pd
 import pytest
@@ -68,15 +67,6 @@ def test_the_page_on_many_targets(diabetes, tmp_path, monkeypatch):
     assert len(printed.splitlines()) == 7  # five training samples, a line above and one below
     assert features.stat().st_mtime_ns == before
     assert study.path("results-diabetes/scores/two-patients.h5").exists()
-
-
-def test_deleting_the_scores_of_each_checkpoint_reruns_nothing(diabetes, tmp_path):
-    study = diabetes.copy(tmp_path / "study")
-    for folder in ("scores/two-patients", "features"):
-        shutil.rmtree(study.path(f"results-diabetes/{folder}"))
-        assert study.would_run("all") == {}
-    study.config["scoring"] = {"damping": 1}
-    assert study.would_run()["compute_features"] == 6
 
 
 def test_reading_the_results(tmp_path, monkeypatch):
