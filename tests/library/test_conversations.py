@@ -77,6 +77,7 @@ WRITTEN = ids("asked what is blue said sky"), ids("sky")
         ({"talk": TURNS}, {"text": "{talk}"}),
         ({"messages": TURNS, "text": "sky"}, {"text": "{messages}"}),
         ({"messages": [{**m, "tool_calls": None} for m in TURNS]}, {}),
+        ({"messages": TURNS, "prompt": "what is blue", "completion": None}, {}),
     ],
 )
 def test_each_form_of_a_conversation_is_written_by_the_template(folder, row, arguments):
@@ -134,12 +135,38 @@ def test_a_text_beside_messages_is_refused(folder, row):
         as_read(row, folder(ROLES))
 
 
-@pytest.mark.parametrize("value", ["[", "text", [], [1], [{"content": "x"}], {}, "[1]", 3])
-def test_what_is_no_list_of_messages_is_refused(folder, value):
-    with refused("studies.messages"):
-        as_read({"messages": value}, folder(ROLES))
-    with refused("studies.messages", "text"):
-        as_read({"messages": TURNS, "text": "sky"}, folder(ROLES))
+NO_LISTS = ("[", "text", [], [1], [{"content": "x"}], {}, "[1]", 3)
+
+
+@pytest.mark.parametrize(
+    ("row", "code", "values"),
+    [
+        *(({"messages": value}, "messages", []) for value in NO_LISTS),
+        ({"messages": TURNS, "text": "sky"}, "messages", ["text"]),
+        ({"messages": TURNS, "prompt": "the sun"}, "two_texts", ["prompt"]),
+        ({"messages": TURNS, "completion": "sun"}, "two_texts", ["completion"]),
+        ({"prompt": "sky", "completion": "blue", "text": "sky blue"}, "two_texts", ["completion"]),
+        ({"messages": [{"role": "user", "text": "sky"}, TURNS[1]]}, "messages", ["role, text"]),
+        ({"messages": [{**TURNS[0], "content": None}, TURNS[1]]}, "messages", ["user"]),
+        ({"messages": [{**TURNS[0], "content": ["sky"]}, TURNS[1]]}, "messages", ["['sky']"]),
+        ({"messages": TURNS, "tools": "the sun"}, "messages", ["tools", "'the sun'"]),
+        ({"messages": TURNS, "chat_template_kwargs": [1]}, "messages", ["dict", "[1]"]),
+    ],
+)
+def test_messages_and_texts_that_the_model_would_not_read_are_refused(folder, row, code, values):
+    with refused(f"studies.{code}", "rows.jsonl, line 1", *values):
+        as_read(row, folder(ROLES))
+
+
+def test_a_message_that_the_template_leaves_out_is_reported(folder, capsys):
+    calls = {"role": "assistant", "content": None, "tool_calls": [{"name": "red"}]}
+    as_read({"messages": [TURNS[0], calls, *TURNS]}, folder(ROLES))
+    assert "Notice" not in capsys.readouterr().err
+    system = {"role": "system", "content": "red"}
+    without = ROLES.replace("in messages %}", "in messages if m.role != 'system' %}")
+    as_read({"messages": [system, *TURNS]}, folder(without))
+    said = "the chat template omits or changes the content of a message with the role 'system'"
+    assert f"Notice: {said}" in capsys.readouterr().err
 
 
 def test_rows_of_both_kinds_are_each_read_as_theirs(folder):

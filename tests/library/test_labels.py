@@ -90,6 +90,14 @@ def test_what_is_neither_is_refused(classifier, label):
         text_classification(file, classifier(["no", "yes"])).train_data()[0]
 
 
+def test_an_empty_text_and_other_classes_than_the_models_are_refused(classifier):
+    weights = classifier(["no", "yes"])
+    with refused("studies.empty_text", "rows.jsonl, line 1"):
+        text_classification(rows_with([0], ".jsonl", text=" "), weights).train_data()[0]
+    with refused("studies.classes", 2, "a, b, c"):
+        text_classification(rows_with(["a"], ".jsonl", text="sky"), weights, classes=[*"abc"])
+
+
 @pytest.mark.parametrize(
     ("labels", "classes"),
     [

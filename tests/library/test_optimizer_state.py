@@ -262,7 +262,6 @@ def test_a_part_with_the_names_of_the_whole_keeps_its_own(tmp_path, prefix, more
         ("optimizer.pt", None, "optimizer_state", "no file"),
         ("optimizer.pt", b"PK\x03\x04 and no more", "tensor_file", "it was cut off"),
         ("optimizer.pt", {"step": torch.ones(1)}, "optimizer_state", "step"),
-        ("plain.pt", {"weight": torch.ones(1)}, "optimizer_state", "weight"),
         ("plain.safetensors", {"weight": torch.ones(1)}, "optimizer_state", "weight"),
     ],
 )

@@ -92,6 +92,7 @@ def test_a_spec_is_what_its_plain_values_say(made):
         plain = spec.as_dict()
         assert parse_spec(type(spec), plain).as_dict() == plain
         assert list(plain) == sorted(plain)
+        assert "precision" not in plain  # so that files of older versions stay valid
 
 
 def test_a_preconditioner_decides_features_and_all_that_follows(made):
@@ -102,21 +103,7 @@ def test_a_preconditioner_decides_features_and_all_that_follows(made):
     assert after["train"].as_dict()["preconditioner"] == "adam"
 
 
-def test_the_precision_decides_all_that_a_model_computes(made):
-    before, after = (all_specs(made(compute__precision=p)) for p in ("highest", "high"))
-    assert all(spec != before[name] for name, spec in after.items())
-    for name, spec in after.items():
-        assert spec.as_dict() == before[name].as_dict() | {"precision": "high"}
-        assert "precision" not in before[name].as_dict()  # old files stay valid
-
-
-def test_drawn_labels_decide_the_features_of_training_samples_and_what_follows(made):
-    before, after = (all_specs(made(label_draws=n)) for n in (0, 4))
-    changed = {name for name, spec in after.items() if spec != before[name]}
-    assert {"train", "normal_matrix", "scores", "self_influence"} <= changed
-    assert not {"features", "embeddings"} & changed
-    assert after["train"].as_dict() == before["train"].as_dict() | {"label_draws": 4}
-    # Curvature, the default for several times of a run, is not used.
+def test_curvature_the_default_for_several_times_is_not_used_with_drawn_labels(made):
     times = {f"c{i}": {"path": f"c{i}.pt", "run": "a", "at": i} for i in (0, 1)}
     own = {"training": None, "checkpoints": times}
     along = [made(**own, label_draws=n).self_influence.weighting for n in (0, 4)]
@@ -243,6 +230,8 @@ RETRAINED = {"random_subsets", "random", "top"}
         ({"features_dtype": "int8"}, {*STORED, *SCORES}),
         ({"projection__seed": 1}, {*STORED, *SCORES}),
         ({"parameters": ["fc.*"]}, FEATURES | SCORES),
+        ({"compute__precision": "high"}, FEATURES | SCORES),
+        ({"label_draws": 4}, {"train", "normal_matrix", *SCORES}),
         ({"experiments__few__targets": [1, 3]}, {"features", "checkpoint_scores", "scores"}),
         ({"checkpoints": {"c0": {"seed": 0}}}, AVERAGES),
         ({"training": {"steps": 6}}, RETRAINED),
@@ -379,7 +368,7 @@ def test_the_very_training_is_that_of_the_first_runs(made):
     [
         ({"c0": {"seed": 0}}, "c0: {seed: 0, steps: 5}"),
         (
-            {"c0": {"seed": 0}, "c1": {"seed": 0}},
+            {f"c{i}": {"seed": 0} for i in (0, 1)},
             "c0: {seed: 0, steps: 5}, c1: {seed: 0, steps: 5}",
         ),
         (
@@ -438,14 +427,9 @@ def test_what_is_measured(made):
 )
 def test_the_kind_that_a_size_takes(n_params, proj_dim, kind):
     assert usual_kind(n_params, proj_dim) == kind
-    spec = FeaturesSpec(
-        model_output="regression",
-        parameter_patterns=None,
-        projection={"proj_dim": proj_dim, "seed": 0},
-        dtype="float32",
-        study_digest="",
-        checkpoint="c0",
-    )
+    given = {"model_output": "regression", "parameter_patterns": None, "dtype": "float32"}
+    projection = {"proj_dim": proj_dim, "seed": 0}
+    spec = FeaturesSpec(**given, projection=projection, study_digest="", checkpoint="c0")
     shapes = [(n_params // 2, 2), (n_params % 2,), ()][: 2 if n_params % 2 else 1]
     found = projection_of(spec, shapes)
     assert (found.kind, found.n_params) == (kind, n_params)

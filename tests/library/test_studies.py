@@ -294,41 +294,21 @@ def test_what_a_line_lacks_is_said(weights, tmp_path):
     example = '{"path": "new/17.png", "label": "cat"}'
     with refused("studies.line", "path and label", example, '{"text": "images/cat/1.png"}'):
         images.encode(text="images/cat/1.png")
-    with refused("studies.line", "path and label", example):
-        images.encode(path="images/cat/1.png")
     with refused("studies.asked_image", "none.png", tmp_path):
         images.encode(path="none.png", label="cat")
-    (tmp_path / "no.png").write_text("text")
-    with refused("studies.asked_image", "no.png"):
-        images.encode(path="no.png", label="cat")
     with refused("studies.label", "wolf", "cat"):
         images.encode(path="images/cat/1.png", label="wolf")
     assert int(images.encode(path="images/cat/1.png", label="cat")[1]) == 0
-    (tmp_path / "rows.csv").write_text("a,b,kind\n1,2,0\n")
-    table = tabular("rows.csv", "kind", "nets.py:net")
-    with refused("studies.line", "a and b and kind", '{"a": "1", "b": "2", "kind": "0"}'):
-        table.encode(a=1)
-    columns = [f"x{i:02}" for i in range(23)]
-    wide = ",".join([*columns, "kind"]) + "\n" + "1," * 23
-    (tmp_path / "rows.csv").write_text(f"{wide}paid\n{wide.splitlines()[1]}due\n")
+    (tmp_path / "rows.csv").write_text("a,b,kind\n1,2,paid\n1,2,due\n")
     table = tabular("rows.csv", "kind", "nets.py:net", classes=["paid", "due"])
-    row = dict.fromkeys(columns, 1)
     unknown = "If the label of a row to explain is unknown, write the class to explain"
-    with refused("studies.line", re.compile(r"Found no kind in this row"), unknown) as caught:
-        table.encode(**row)
-    assert not re.search(r"x[0-9]|JSON", str(caught.value))
-    del row["x07"]
-    with refused("studies.line", re.compile(r"Found no x07 in this row")) as caught:
-        table.encode(**row, kind="paid")
-    assert not re.search(r"kind|unknown|x0[^7]|JSON", str(caught.value))
+    with refused("studies.line", "Found no kind in", unknown):
+        table.encode(a=1, b=2)
     for cell in ("Paid", "paid ", "", "0"):
-        with refused("studies.numbers", f'{{"kind": "{cell}"}}', "paid, due") as caught:
-            table.encode(**dict.fromkeys(columns, 1), kind=cell)
-        assert not re.search(r"x[0-9]|number|decimal", str(caught.value))
-        assert (unknown in str(caught.value)) == (cell == "")
-    with refused("studies.numbers", "x07, an input of the model,", '{"x07": "1,5"}') as caught:
-        table.encode(**{**row, "x07": "1,5"}, kind="paid")
-    assert not re.search(r"kind|class|x0[^7]", str(caught.value))
+        with refused("studies.numbers", f'{{"kind": "{cell}"}}', "paid, due"):
+            table.encode(a=1, b=2, kind=cell)
+    with refused("studies.numbers", "b, an input of the model,", '{"b": "1,5"}'):
+        table.encode(a=1, b="1,5", kind="paid")
     rows = write(tmp_path / "train.jsonl", [{"question": "the", "answer": "sky", "label": 1}])
     texts = language_model(rows, str(weights), text="{answer}", prompt="{question} ")
     with refused("studies.line", '{"answer": "sky", "question": "the"}', '{"text": "sky"}'):
