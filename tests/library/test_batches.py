@@ -1,7 +1,6 @@
 """Inputs and labels of a batch, and what is refused."""
 
 import re
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +10,7 @@ from refused import refused
 from torch import nn
 
 from trak_core.gradients import as_batch
-from trak_core.gradients.check_gradients import check_labels, check_samples_apart, count_classes
-from trak_core.gradients.model_inputs import joined
+from trak_core.gradients.check_gradients import check_labels, count_classes
 from trak_core.model_outputs.clip import contrast
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.model_output import ModelOutput
@@ -118,23 +116,3 @@ def test_padding_is_never_predicted():
     samples = {"input_ids": ids, "attention_mask": mask, "labels": ids}
     labels = as_batch(samples, LANGUAGE_MODELLING).labels
     assert labels.tolist() == [[5, 6, 7, -100], [8, 9, 3, 4]]
-
-
-class SevenTokens(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.logits = nn.Embedding(9, 9)
-
-    def forward(self, input_ids):
-        return self.logits(input_ids.view(-1, 7))
-
-
-def test_a_model_that_fails_for_a_text_without_padding():
-    """The model's own error is raised, not one about mixed samples or padding."""
-    texts = []
-    for n in (7, 5):
-        tokens = torch.arange(1, 1 + n)[None]
-        text = as_batch({"input_ids": tokens, "labels": tokens}, LANGUAGE_MODELLING)
-        texts.append(replace(text, lengths=torch.tensor([n]), along=frozenset({"input_ids"})))
-    with pytest.raises(RuntimeError, match=r"\[-1, 7\]"):
-        check_samples_apart(SevenTokens(), LANGUAGE_MODELLING, joined(texts))

@@ -56,16 +56,12 @@ def test_columns_come_in_the_order_of_the_ids(tmp_path):
         ("{'a': [1, 2]}", "study.columns_length", ["2"]),
         ("{'a': [1, 2, 3], 'b': [1]}", "study.columns_length", ["3 of a", "1 of b"]),
         ("{'a': ['x' * 300] * 3}", "study.column_text", ["300"]),
+        ("{'a': [1, 2, 3]}", "study.columns_ids", ["d"]),
     ],
 )
 def test_what_is_no_column_is_refused(tmp_path, columns, code, values):
     with refused(code, *values):
-        columns_of(study(tmp_path, columns), "mine", ["a"])
-
-
-def test_samples_without_columns_are_refused(tmp_path):
-    with refused("study.columns_ids", "d"):
-        columns_of(study(tmp_path, "{'a': [1, 2, 3]}"), "mine", ["a", "d"])
+        columns_of(study(tmp_path, columns), "mine", ["a", "d"])
 
 
 def test_lines_have_their_short_fields(tmp_path):

@@ -11,6 +11,7 @@ from trak_core.ready_made.language_model import language_model
 from trak_core.ready_made.text_classification import text_classification
 
 transformers = pytest.importorskip("transformers", reason="with the extra `test`")
+tokenizers = pytest.importorskip("tokenizers")
 few_words, small = pytest.importorskip("few_words"), pytest.importorskip("texts")
 ids, tokenizer, write = few_words.ids, few_words.tokenizer, few_words.write
 
@@ -122,19 +123,6 @@ def test_a_conversation_without_an_answer_is_refused(folder, messages, roles):
         as_read({"prompt": messages[:-1], "completion": messages[-1:]}, weights)
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": "what is blue", "completion": TURNS[1:]},
-        {"prompt": TURNS[:1], "completion": "sky"},
-        {"completion": TURNS[1:]},
-    ],
-)
-def test_a_text_beside_messages_is_refused(folder, row):
-    with refused("studies.chat_roles"):
-        as_read(row, folder(ROLES))
-
-
 NO_LISTS = ("[", "text", [], [1], [{"content": "x"}], {}, "[1]", 3)
 
 
@@ -149,6 +137,9 @@ NO_LISTS = ("[", "text", [], [1], [{"content": "x"}], {}, "[1]", 3)
         ({"messages": [{"role": "user", "text": "sky"}, TURNS[1]]}, "messages", ["role, text"]),
         ({"messages": [{**TURNS[0], "content": None}, TURNS[1]]}, "messages", ["user"]),
         ({"messages": [{**TURNS[0], "content": ["sky"]}, TURNS[1]]}, "messages", ["['sky']"]),
+        ({"prompt": "what is blue", "completion": TURNS[1:]}, "chat_roles", []),
+        ({"prompt": TURNS[:1], "completion": "sky"}, "chat_roles", []),
+        ({"completion": TURNS[1:]}, "chat_roles", []),
         ({"messages": TURNS, "tools": "the sun"}, "messages", ["tools", "'the sun'"]),
         ({"messages": TURNS, "chat_template_kwargs": [1]}, "messages", ["dict", "[1]"]),
     ],
@@ -234,18 +225,10 @@ def test_a_row_may_give_the_date_to_the_template(folder):
 def test_a_text_has_the_first_token_of_texts_once(folder, text):
     """The tokenizer adds it, and rows that a template wrote before have it already."""
     weights = folder(ROLES, bos_token="red")
-    core = json.loads((path := Path(weights) / "tokenizer.json").read_text())
-    red = ids("red")[0]
-    core["post_processor"] = {
-        "type": "TemplateProcessing",
-        "single": [
-            {"SpecialToken": {"id": "red", "type_id": 0}},
-            {"Sequence": {"id": "A", "type_id": 0}},
-        ],
-        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {"red": {"id": "red", "ids": [red], "tokens": ["red"]}},
-    }
-    path.write_text(json.dumps(core))
+    made = transformers.AutoTokenizer.from_pretrained(weights)
+    first = {"single": "red $A", "special_tokens": [("red", ids("red")[0])]}
+    made.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(**first)
+    made.save_pretrained(weights)
     once = text if text.startswith("red") else f"red {text}"
     assert as_read({"text": text}, weights)[0] == ids(once)
     prompted = as_read({"prompt": f"{text} ", "text": "blue"}, weights)

@@ -3,7 +3,6 @@
 import re
 import sys
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from trak_core.gradients.check_gradients import (
 )
 from trak_core.gradients.choose_method import choose_method
 from trak_core.gradients.differentiable_model import n_params, select_parameters
-from trak_core.gradients.gradient_consumers import Formed
 from trak_core.gradients.gradient_methods import (
     gradients_at_once,
     gradients_in_turn,
@@ -248,59 +246,6 @@ def test_experts_by_grouped_products(capsys):
     expected, _ = by_backward(model, batch, CLASSIFICATION)
     for method in (gradients_at_once, gradients_in_turn):
         assert_same(formed(method, model, batch).gradients, expected, rtol=1e-4, atol=1e-5)
-
-
-class Kinds(Formed):
-    """Records the classes of contributions."""
-
-    seen: ClassVar[dict[str, set[str]]] = {}
-
-    def take(self, parameter, uses):
-        names = {type(use).__name__ for use in uses}
-        self.seen.setdefault(self._names[id(parameter)], set()).update(names)
-        super().take(parameter, uses)
-
-
-@pytest.mark.parametrize("name", ["attention", "recurrent"])
-def test_a_sample_alone_forms_no_gradient_of_a_matrix(name, monkeypatch):
-    """Nor does it below an operation that mixes samples, so that sketches get factors."""
-    monkeypatch.setattr(Kinds, "seen", {})
-    if name == "attention":
-        model, inputs = Attention().eval(), (torch.randint(0, 11, (1, 7)), torch.ones(1, 7))
-    else:
-        model, inputs = linear(recurrent, **DEEP_RECURRENT), (torch.randn(1, 6, 4),)
-    batch = classified(*inputs)
-    assert chosen(model, batch) is gradients_in_turn
-    parameters = select_parameters(model, None)
-    consumer = Kinds.zeros(parameters, 1)
-    gradients_at_once(model, parameters, CLASSIFICATION, as_batch(batch, CLASSIFICATION), consumer)
-    expected, _ = by_backward(model, batch, CLASSIFICATION)
-    assert_same(consumer.rows, expected, rtol=1e-4, atol=1e-5)
-    for key, parameter in parameters.items():
-        if parameter.ndim == 2 and not key.startswith("lstm"):
-            assert Kinds.seen[key] <= {"Outer", "Lookup"}, key
-
-
-class Nested(nn.Module):
-    def __init__(self, layout):
-        super().__init__()
-        self.first, self.second, self.layout = nn.Linear(4, 6), nn.Linear(6, 3), layout
-
-    def forward(self, x):
-        nested = torch.nested.as_nested_tensor(list(x), layout=self.layout)
-        hidden = torch.relu(self.first(nested))
-        return self.second(torch.nested.to_padded_tensor(hidden, 0.0).mean(1))
-
-
-@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
-@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
-def test_nested_tensors_go_one_by_one(layout, capsys):
-    model, batch = Nested(layout).eval(), classified(torch.randn(3, 5, 4))
-    method = chosen(model, batch)
-    assert "it has nested tensors" in capsys.readouterr().out
-    rows = formed_gradients(method, model, select_parameters(model, None), CLASSIFICATION, batch)
-    expected, _ = by_backward(model, batch, CLASSIFICATION)
-    assert_same(rows.gradients, expected, rtol=1e-4, atol=1e-5)
 
 
 def centred(m, x):

@@ -203,18 +203,10 @@ def without_gradients(model, optimizer=None):
     return optimizer
 
 
-def of_others(model):
-    return stepped(model, [(f"net.{name}_", p) for name, p in model.named_parameters()])
-
-
 def spoiled(model):
     optimizer = stepped(model, model.parameters())
     optimizer.state[model.first.bias]["exp_avg_sq"][0] = torch.nan
     return optimizer
-
-
-LISTED = "first.bias, first.weight, second.bias, second.weight"
-LISTED_OF_OTHERS = "net.first.weight_, net.first.bias_, net.second.weight_, net.second.bias_"
 
 
 @pytest.mark.parametrize(
@@ -223,7 +215,6 @@ LISTED_OF_OTHERS = "net.first.weight_, net.first.bias_, net.second.weight_, net.
         (ambiguous, "optimizer_order", ["4 parameters in 2 groups", 4, "several matches"]),
         (without_moments, "optimizer_kind", ["momentum_buffer"]),
         (without_gradients, "second_moments", ["second.weight, second.bias"]),
-        (of_others, "optimizer_names", [LISTED, LISTED_OF_OTHERS]),
         (spoiled, "second_moments", ["first.bias"]),
         (lambda model: torch.optim.Adam(model.parameters()), "optimizer_kind", ["nothing"]),
     ],

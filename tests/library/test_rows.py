@@ -223,7 +223,6 @@ def test_files_that_hold_no_rows(tmp_path):
         "a,b,a\n1,2,3\n": "the field 'a' occurs twice",
         ",,\n1,2,3\n": "it has no rows",
         "a;b\n1;2\n": "these seem to be separated by ';'",
-        "a|b\n1|2\n": r"these seem to be separated by '\|'",
     }
     for text, words in tables.items():
         for name, written in (("a.csv", text), ("a.tsv", text.replace(",", "\t"))):
@@ -241,11 +240,9 @@ def test_files_that_hold_no_rows(tmp_path):
     lines_with = {
         '{"a": 1, "b": 2, "a": 3}': "the field 'a' occurs twice",
         '{"a": NaN}': "NaN is not a finite number",
-        '{"a": -Infinity}': "-Infinity is not a finite number",
         '{"a": 1e999}': "1e999 is not a finite number",
         '{"a": "\\ud83d"}': "half of a surrogate pair, which is not valid text",
         '{"a": ' + "[" * 10**5: "it is nested too deeply",
-        f'{{"a": {"1" * 5000}}}': "Exceeds the limit (4300 digits) for integer string conversion",
     }
     for line, reason in lines_with.items():
         (tmp_path / "a.jsonl").write_text(f'{{"a": "\\ud83d\\ude00"}}\n\n{line}\n')

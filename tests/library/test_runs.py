@@ -111,21 +111,21 @@ FIRST = {"path": "a.pt", "run": "r", "at": 1}
 @pytest.mark.parametrize(
     ("table", "training", "code", "message"),
     [
-        ({"a": FIRST, "b": {"path": "b.pt", "run": "r"}}, None, "time", "b: None, a: 1"),
-        ({"a": FIRST, "b": {**FIRST, "path": "b.pt"}}, None, "time", "`at`"),
-        ({"a": {"path": "a.pt", "at": "late"}}, None, "time", "'late'.*'a'"),
-        ({"a": {"path": "a.pt", "at": -1}}, None, "time", "-1"),
-        ({"a": {"path": "a.pt", "epoch": 1}}, None, "value", "epoch.*'a'"),
-        ({"a": {"run": "r"}}, None, "value", "`path`"),
-        ({"a": "a.pt"}, {"epochs": 3}, "value", "`training`"),
-        ({"a": {"at": [1, 1.0]}}, {}, "time", "1.0.*'a'"),
-        ({"a": {"at": [1]}, "a-1": {}}, {}, "id", "'a-1'"),
-        ({"a": {"at": [1e300]}}, {}, "id", "file name"),
-        ({"a": {"at": []}}, {}, "time", "'a'"),
+        ({"a": FIRST, "b": {"path": "b.pt", "run": "r"}}, None, "checkpoint_time", "b: None, a: 1"),
+        ({"a": FIRST, "b": {**FIRST, "path": "b.pt"}}, None, "checkpoint_time", "`at`"),
+        ({"a": {"path": "a.pt", "at": "late"}}, None, "checkpoint_time", "'late'.*'a'"),
+        ({"a": {"path": "a.pt", "at": -1}}, None, "checkpoint_time", "-1"),
+        ({"a": {"path": "a.pt", "epoch": 1}}, None, "checkpoint_value", "epoch.*'a'"),
+        ({"a": {"run": "r"}}, None, "checkpoint_value", "`path`"),
+        ({"a": "a.pt"}, {"epochs": 3}, "checkpoint_value", "`training`"),
+        ({"a": {"at": [1, 1.0]}}, {}, "checkpoint_time", "1.0.*'a'"),
+        ({"a": {"at": [1]}, "a-1": {}}, {}, "checkpoint_id", "'a-1'"),
+        ({"a": {"at": [1e300]}}, {}, "checkpoint_id", "file name"),
+        ({"a": {"at": []}}, {}, "checkpoint_time", "'a'"),
     ],
 )
 def test_impossible_checkpoints_are_refused(table, training, code, message):
-    with refused(f"config.checkpoint_{code}", re.compile(message)):
+    with refused(f"config.{code}", re.compile(message)):
         checkpoint_table(table, training)
 
 
