@@ -1,7 +1,5 @@
 """Several processes share one save_dir, and a killed process is restarted."""
 
-import errno
-import logging
 import multiprocessing
 import os
 import time
@@ -48,7 +46,6 @@ def finish(workers):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """The store of a single process."""
     torch.set_num_threads(1)  # as in the workers, so that sums are equal bit for bit
     traker = tracer(tmp_path_factory.mktemp("alone"))
     for model_id in (0, 1):
@@ -135,17 +132,3 @@ def test_many_processes_score_from_one_finished_store(start, tmp_path):
     assert (folder / "0/features.mmap").stat().st_mtime_ns == before
     scored(traker, name="exp0")
     assert not traker.saver.current_store["features"].flags.writeable
-
-
-def test_a_save_dir_on_a_disk_that_knows_no_locks(tmp_path, monkeypatch, caplog):
-    expected = scored(finalized(tmp_path / "locked")).finalize_scores("mine")
-
-    def fails(*_):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr("fcntl.flock", fails)
-    traker = finalized(tmp_path / "mine", logging_level=logging.WARNING)
-    scores = scored(traker).finalize_scores("mine")
-    assert np.array_equal(scores, expected)
-    messages = [record.getMessage() for record in caplog.records]
-    assert sum("no file locks" in message for message in messages) == 1

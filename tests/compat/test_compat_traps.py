@@ -20,7 +20,6 @@ from compat_models import (
 )
 from refused import refused
 
-from trak_core.compat import gradient_computers
 from trak_core.compat.gradient_computers import (
     FunctionalGradientComputer,
     IterativeGradientComputer,
@@ -149,18 +148,6 @@ def test_a_method_that_was_replaced_is_called(tmp_path):
     traker.task.get_out_to_loss_grad = lambda *_: torch.full((N, 1), 0.5)
     featurize(traker)
     assert (traker.saver.current_store["out_to_loss"] == 0.5).all()
-
-
-def test_a_batch_takes_one_forward_pass_and_forms_no_gradients(tmp_path, monkeypatch):
-    traker = tracer(tmp_path)
-    traker.load_checkpoint(STATES[0], 0)
-    # The first batch of a checkpoint has further passes for checks.
-    traker.featurize([t[:10] for t in TRAIN], num_samples=10)
-    monkeypatch.setattr(gradient_computers, "formed_gradients", None)
-    calls = []
-    traker.model.register_forward_hook(lambda model, inputs, output: calls.append(len(output)))
-    traker.featurize([t[10:] for t in TRAIN], num_samples=N - 10)
-    assert calls == [N - 10]
 
 
 def test_an_existing_folder_is_never_wiped(tmp_path):

@@ -66,13 +66,11 @@ def assert_loads(model, folder, expected=None):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A LoRA adapter of a Llama, trained and saved."""
     return lora.save(lora.train(lora.adapted(lora.llama())), tmp_path_factory.mktemp("adapter"))
 
 
 @pytest.fixture
 def folder(saved, tmp_path):
-    """The same, to be spoilt."""
     return shutil.copytree(saved, tmp_path / "adapter")
 
 

@@ -81,7 +81,6 @@ def test_pandas_opens_matrices_and_tables(tmp_path, ids):
 
 @pytest.mark.parametrize(("n", "m"), [(1, 1), (1025, 65), (3000, 64), (1023, 63), (2049, 129)])
 def test_chunks_take_no_more_room_than_the_numbers(tmp_path, n, m):
-    """65 columns took the room of 128, and 63 were refused."""
     with create(tmp_path / "a.h5", FEATURES, {}, {}) as file:
         file.matrix("features", range(n), range(m), chunks=(1024, 64))[:] = 1
         values = file.file["features/block0_values"]
@@ -108,11 +107,8 @@ def test_int8_frames_are_read_by_their_scales(tmp_path):
         read = file.matrix("features")
         assert np.array_equal(read[:], whole * scales[:, None])
         assert np.array_equal(read[:], by_hand)
-        assert np.array_equal(read[1000:2100, :7], by_hand[1000:2100, :7])
-        assert np.array_equal(read[5], by_hand[5])
-        for part in (slice(2000, 2100), slice(10, 20), slice(0, 3000, 7), slice(2990, 4000)):
-            assert np.array_equal(read[part], by_hand[part])
-        for part in ((slice(0, 9), 3), (3, 3), slice(5, 3)):
+        parts = slice(2000, 2100), slice(0, 3000, 7), slice(2990, 4000), slice(5, 3), 5
+        for part in (*parts, (slice(1000, 2100), slice(7)), (slice(0, 9), 3), (3, 3)):
             assert np.array_equal(read[part], by_hand[part])
     for bad in (np.nan, np.inf, -np.inf, np.finfo(np.float32).max):
         rows[2, 7] = bad
@@ -125,7 +121,6 @@ def test_int8_frames_are_read_by_their_scales(tmp_path):
 
 
 def test_a_table_without_rows_is_refused(tmp_path):
-    """As that of top influences where every score is 0."""
     with (
         refused("artifacts.no_row", "top_influences"),
         create(tmp_path / "a.h5", SCORES, {}, {}) as f,
@@ -343,7 +338,6 @@ KEPT = Path(__file__).parents[1] / "data/artifacts"
 
 
 def test_files_of_every_release_are_read_forever(tmp_path):
-    """One of each kind, from 0.3.0 on."""
     for archive in (KEPT / "0.3.0.tar.xz", *KEPT.glob("*.tar.xz")):
         with tarfile.open(archive) as kept:
             kept.extractall(tmp_path / archive.stem, filter="data")
@@ -358,7 +352,6 @@ def test_files_of_every_release_are_read_forever(tmp_path):
 
 @pytest.mark.parametrize("key", ["train", "detection"])
 def test_tables_of_pandas_3_are_read_by_pandas_2(key, tmp_path):
-    """By the lowest version too, where that runs these tests."""
     rows = {"train_id": ["a", "b", "ü"], "flipped": [True, False, True], "score": [0.5, -1.0, 2.0]}
     expected = pd.DataFrame({**rows, "rank": [2, 3, 1]})
     kept, new = KEPT.parent / "tables_of_pandas_3.h5", tmp_path / "new.h5"

@@ -58,7 +58,6 @@ MODELS = {
 
 @pytest.fixture(params=MODELS)
 def normalizing(request):
-    """Returns a model, and three samples and their labels."""
     forward, conv, norm = MODELS[request.param]
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)

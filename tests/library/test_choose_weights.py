@@ -25,7 +25,6 @@ def listed(files, n_classes=2):
 
 
 def net(*sizes):
-    """Return a state dict of linear layers."""
     pairs = enumerate(pairwise(sizes))
     return {
         f"{n}.{key}": torch.zeros(shape)
@@ -82,7 +81,6 @@ def test_files_that_do_not_load_are_left_out_with_the_reason(name, contents, tol
     ],
 )
 def test_files_of_one_network_are_listed(others, kept):
-    """The network of most files, or of the first file."""
     checkpoints, lines = listed(others | kept)
     assert checkpoints == [*kept]
     first = next(iter(kept))

@@ -75,13 +75,6 @@ def test_lines_have_their_short_fields(tmp_path):
     assert columns.to_dict("list") == {"source": ["talk", "manual"], "own_label": [3, 2]}
 
 
-@pytest.mark.parametrize("line", [{"text": "t" * 300}, {"id": "q", "text": "t" * 256}, {"id": "q"}])
-def test_lines_without_a_short_field_have_no_columns(tmp_path, line):
-    path = tmp_path / "asked.jsonl"
-    path.write_text(json.dumps(line))
-    assert columns_of(None, "mine", [line.get("id", 0)], path).shape == (1, 0)
-
-
 def test_rows_have_what_the_model_does_not_get():
     assert used_by("{prompt}: {answer[0]}", None, "plain") == {"prompt", "answer"}
     rows = [{"id": 1, "prompt": "p", "who": "anna"}, {"id": 2, "prompt": "q", "page": 3}]

@@ -92,7 +92,6 @@ def test_a_folder_takes_a_file_of_some_length(tmp_path, monkeypatch):
     ],
 )
 def test_invalid_yaml_is_refused_with_its_line(tmp_path, monkeypatch, text, shown):
-    """Snakemake would report no line."""
     monkeypatch.chdir(tmp_path)
     Path("mine.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     monkeypatch.setattr("trak_core.command.run.os.execv", lambda *_: None)
@@ -130,28 +129,23 @@ def test_imports_of_jobs_start_before_snakemake_if_there_are_jobs(tmp_path, monk
     config, record = tmp_path / "mine.yaml", tmp_path / "made" / "config.json"
 
     def begins(*words):
-        """Return whether imports start at once, which needs jobs that are forks."""
+        """Return whether imports start at once, and whether jobs are forks."""
         run("mine.yaml", words)
-        is_early = "start()" in called[-1][3]
-        assert not is_early or "--executor=forks" in called[-1]
-        return is_early
+        return "start()" in called[-1][3], "--executor=forks" in called[-1]
 
     config.write_text("{results: made, study: mine.py}")
     (tmp_path / "mine.py").write_text("import xml.dom")
-    assert begins("scores")
+    assert begins("scores") == (True, True)
     assert called[-1][-3] == "--forks-preload=trak_core.runtime.job:import_stages(),xml.dom"
     record.parent.mkdir()
     record.touch()
-    assert not begins()
-    assert "--executor=forks" in called[-1]
+    assert begins() == (False, True)  # the config has not changed since, so there may be no job
     os.utime(record, (1, 1))
-    assert begins()
+    assert begins() == (True, True)
     for words in (["--profile=slurm"], ["--executor", "slurm"]):
-        assert not begins(*words)
-        assert "--executor=forks" not in called[-1]
-    with monkeypatch.context() as elsewhere:
-        elsewhere.setenv("SNAKEMAKE_PROFILE", "slurm")
-        assert not begins()
+        assert begins(*words) == (False, False)
+    monkeypatch.setenv("SNAKEMAKE_PROFILE", "slurm")
+    assert begins() == (False, False)
 
 
 def test_ctrl_c_before_snakemake_reads_the_workflow_is_one_line(tmp_path):

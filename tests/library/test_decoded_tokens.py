@@ -9,7 +9,6 @@ few_words = pytest.importorskip("few_words")
 
 
 def tokenizer_of(kind):
-    """A tokenizer of a few tokens."""
     tokenizers = pytest.importorskip("tokenizers", reason="with the extra `test`")
     models, decoders, before = tokenizers.models, tokenizers.decoders, tokenizers.pre_tokenizers
     if kind == "words":

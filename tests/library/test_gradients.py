@@ -51,7 +51,6 @@ def assert_same(gradients, expected, **tolerance):
 
 
 def linear(forward, **parts):
-    """A linear layer, and what is done with it."""
     return Net(forward, {"linear": lambda: nn.Linear(4, 3), **parts})
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from shutil import rmtree
 
 import pytest
-import torch
 import yaml
 from folders import write
 from refused import refused
@@ -69,16 +68,6 @@ def test_a_trainer_s_folder_without_a_second_file():
     assert config["experiments"] == {"asked": {"targets": ["a", "b"]}}
 
 
-def test_data_of_another_project_are_left_out(capsys):
-    """Data that are nearer to other weights are theirs, even if their names fit better."""
-    rows = "a,label\n0.5,1\n"
-    own = {"A/sft.csv": rows, "A/test.csv": rows, "B/train.csv": rows * 9, "B/eval.csv": rows}
-    config = written({**own, **{f"{name}/m.pt": {name: torch.zeros(2)} for name in "AB"}})
-    assert config["study_arguments"]["table"] == "A/sft.csv"
-    assert config["study_arguments"]["targets"] == "A/test.csv"
-    assert "nearer to other weights than A/" in capsys.readouterr().out
-
-
 BETWEEN = "any text between the prompt and this field"
 LISTS = [[{"role": role, "content": "a"}] for role in ("user", "assistant")]
 
@@ -122,7 +111,6 @@ def test_templates_add_no_character_to_the_fields(row, arguments, told, capsys):
     ],
 )
 def test_numbers_with_leading_zeros_are_no_inputs(numbers, told, capsys):
-    """The label has a usual name, although it is not the last field."""
     rows = [f"{number},{i},b,{i % 2},0.5" for i, number in enumerate(numbers)]
     table = "\n".join(["no,a,who,Outcome,x", *rows])
     config = written({"train.csv": table, "new customers.csv": table, "m.pt": ""})

@@ -85,17 +85,3 @@ def test_code_that_runs_beside_a_progress_bar_prints_by_its_module():
     root = Path(blocks.__file__).parents[1]
     files = [path for folder in folders for path in (root / folder).rglob("*.py")]
     assert [path for path in files if re.search(r"^ *print\(", path.read_text(), re.M)] == []
-
-
-@pytest.mark.parametrize("key", ["training", "evaluation"])
-def test_what_an_optimizer_imports_is_there_when_a_training_is_forked(key):
-    code = (
-        "import pkgutil, sys; import torch\n"
-        "from trak_core.command.run import preloaded\n"
-        f"for name in preloaded({{{key!r}: {{}}}})[1:]:\n    pkgutil.resolve_name(name)\n"
-        "before = set(sys.modules)\n"
-        "torch.optim.AdamW([torch.ones(2, requires_grad=True)]).step()\n"
-        "print(*(name for name in set(sys.modules) - before if name.startswith('torch._d')))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout == "\n"

@@ -106,7 +106,6 @@ def test_a_line_for_each_job_that_begins_and_the_error_of_one_that_failed(said, 
 
 
 def test_a_job_without_an_error_of_its_own_is_told_of_as_snakemake_does(said, tmp_path):
-    """One that was killed, say, for its memory."""
     shown = said(log="64 samples at once\n")[0]
     assert "Error in rule compute_scores:\n" in shown
     assert "64 samples at once" in shown

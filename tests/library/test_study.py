@@ -46,7 +46,6 @@ def test_another_label_is_of_the_type_of_its_own(kind, make):
 
 @pytest.mark.parametrize("kind", [dict, UserDict])
 def test_dicts_stay_dicts(kind):
-    """Of tensors, arrays, numbers and lists of numbers; a tokenizer's result is a UserDict."""
     one = kind(input_ids=[4, 5, 6], mask=np.ones(3), image=torch.zeros(2, 2), labels=1)
     two = kind(input_ids=[7, 8, 9], mask=np.zeros(3), image=torch.zeros(2, 2), labels=0)
     found = batch(one, two)
@@ -86,7 +85,6 @@ def test_a_model_over_several_devices_is_refused(tmp_path):
 
 
 def test_a_study_that_changes_the_working_folder_is_refused(tmp_path):
-    """The next that was not found was a checkpoint, which is there."""
     before, path = Path.cwd(), tmp_path / "goes_away.py"
     path.write_text(f"import os\n\nos.chdir({str(tmp_path)!r})\n")
     with refused("study.chdir", path, f"change to {tmp_path.resolve()}"):
@@ -131,19 +129,13 @@ def test_a_file_that_trains_when_it_is_imported_is_refused(tmp_path, last, words
             Study.load(path)
 
 
-SCRIPTED = """
-import torch
-
-
-def make_model():
-    return torch.nn.Sequential(torch.jit.trace(torch.nn.Linear(2, 1), torch.ones(1, 2)))
-"""
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_a_scripted_model_is_refused(tmp_path):
     path = tmp_path / "study.py"
-    path.write_text(SCRIPTED)
+    traced = "torch.jit.trace(torch.nn.Linear(2, 1), torch.ones(1, 2))"
+    path.write_text(
+        f"import torch\n\ndef make_model():\n    return torch.nn.Sequential({traced})\n"
+    )
     with refused("study.scripted_model", "Sequential"):
         Study.load(path).make_model()
 

@@ -10,12 +10,7 @@ from torch import nn
 
 from trak_core.attribution.deferred_logits import MarginsOfTokens
 from trak_core.attribution.token_shares import Directions, Pairs, Shares
-from trak_core.gradients import (
-    gradient_method,
-    gradients_at_once,
-    gradients_in_turn,
-    select_parameters,
-)
+from trak_core.gradients import gradient_method, gradients_at_once, select_parameters
 from trak_core.gradients.model_inputs import as_batch
 from trak_core.model_outputs.about_outputs import TABLE
 from trak_core.projection import Contractions
@@ -27,7 +22,6 @@ N_TEXTS, N_TOKENS, N_WORDS = 3, 7, 11
 
 
 def spec_of(parameters, kind="rademacher", proj_dim=32):
-    """The projection of these parameters."""
     n_params = sum(p.numel() for p in parameters.values())
     shapes = [matrix_shape(p.shape) for p in parameters.values()]
     own = {"n_params": n_params, "shapes": shapes if kind == "tensor_sketch" else None}
@@ -49,8 +43,6 @@ def llama():
 
 
 class PerToken(nn.Module):
-    """A layer with a copy for each token."""
-
     def __init__(self, layer):
         super().__init__()
         self.copies = nn.ModuleList(copy.deepcopy(layer) for _ in range(N_TOKENS))
@@ -233,15 +225,3 @@ def test_ranks_of_routed_tokens_are_not_tokens():
     torch.testing.assert_close(
         shares.by_token[:, -1], shares.by_parameter.sum(1), rtol=1e-12, atol=0
     )
-
-
-def test_a_sample_without_pairs_has_no_shares():
-    model, output = llama().eval(), TABLE["language_modelling"].load()
-    parameters = select_parameters(model, None)
-    none = torch.tensor([], dtype=torch.long)
-    directions = Directions(parameters, spec_of(parameters), torch.randn(1, 32))
-    shares = Shares.zeros(parameters, directions, Pairs(none, none), N_TOKENS)
-    texts = torch.randint(N_WORDS, (2, N_TOKENS))
-    batch = as_batch({"input_ids": texts, "labels": texts}, output)
-    gradients_in_turn(model, parameters, output, batch, shares)
-    assert shares.by_token.shape == (0, N_TOKENS + 1)

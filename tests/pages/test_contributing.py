@@ -22,12 +22,3 @@ def test_every_path_exists():
     placeholders = {path for path in paths if "<" in path}
     assert placeholders == {"trak_core/stages/<rule>.py"}
     assert [path for path in sorted(paths - placeholders) if not (REPOSITORY / path).exists()] == []
-
-
-def test_every_room_and_every_lane_is_on_the_map():
-    folders = {
-        f"{path.relative_to(REPOSITORY)}/"
-        for path in (*REPOSITORY.glob("trak_core/*/"), *REPOSITORY.glob("tests/*/"))
-        if path.is_dir() and path.name not in {"__pycache__", "data"}
-    }
-    assert folders - named() == set()

@@ -110,7 +110,6 @@ def test_files_of_an_evaluated_study(evaluated):
 
 
 def test_files_that_other_settings_leave(tmp_path):
-    """Exact scores, top influences alone, unit averages."""
     study, checkpoints, _ = given = with_two_checkpoints(tmp_path)
     kept, unit, exact = (tmp_path / name for name in ("top", "unit", "exact"))
     run_stages(kept, *given, model_output="regression", proj_dim=8, keep="top_k")

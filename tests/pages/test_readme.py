@@ -22,7 +22,6 @@ def test_the_study_shown_is_the_one_that_is_tested():
 
 
 def test_the_example_in_python_runs():
-    """And the page about it, in a folder of its own."""
     ((info, code),) = blocks("README.md", "In Python")
     assert info == "python"
     lines = run_code(code).splitlines()

@@ -10,7 +10,6 @@ import yaml
 from workspace import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "docs"))
-from generate.check_site import faults_of
 from generate.config_keys import config_keys, keys_of
 
 DOCS = REPOSITORY / "docs"
@@ -44,20 +43,3 @@ def test_every_key_of_the_config_is_described():
         in page
     )
     assert "### `evaluation.removals.n_removed`\n\nA list of integers or numbers." in page
-
-
-def test_a_site_with_dead_links_or_loaded_files_is_refused(tmp_path):
-    (tmp_path / "a.html").write_text(
-        '<h1 id="here"></h1><a href="#here"></a><a href="b.html#there"></a><a href="https://x.org"></a>'
-    )
-    (tmp_path / "b.html").write_text('<h1 id="there"></h1>')
-    assert faults_of(tmp_path) == []
-    (tmp_path / "b.html").write_text(
-        '<a href="#up"></a><a href="c.html"></a><script src="https://x.org/x.js"></script>'
-    )
-    assert faults_of(tmp_path) == [
-        "a.html: no anchor for b.html#there",
-        "b.html: loads https://x.org/x.js",
-        "b.html: no anchor for #up",
-        "b.html: no file for c.html",
-    ]
