@@ -108,11 +108,7 @@ def test_positions_of_a_batch(where, code, value, loaded):
 
 @pytest.mark.parametrize(
     ("batch", "message"),
-    [
-        ((TRAIN[0],), "a tuple of 1"),
-        ((TRAIN[0], TRAIN[1] + 3), "integers from 0 to 3"),
-        ((TRAIN[0] / 0, TRAIN[1]), "samples 0, 1,"),
-    ],
+    [((TRAIN[0],), "a tuple of 1"), ((TRAIN[0] / 0, TRAIN[1]), "samples 0, 1,")],
 )
 def test_batches_that_do_not_fit_the_model(batch, message, loaded):
     with pytest.raises(InputError, match=re.compile(message, re.S)):

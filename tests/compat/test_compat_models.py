@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from architectures import Net
 from compat_models import images, tracer, walk
 from refused import refused
 from torch import nn
@@ -135,15 +136,6 @@ def test_a_user_defined_task_with_the_same_output_has_the_same_gradients():
         torch.testing.assert_close(flat, expected, rtol=1e-5, atol=1e-6)
 
 
-class _Linear(nn.Linear):
-    def __init__(self, call):
-        super().__init__(3, 4)
-        self.call = call
-
-    def forward(self, x):
-        return self.call(super().forward, x)
-
-
 WRITING = "writes into its input"
 CALLS = {
     WRITING: lambda linear, x: linear(x.mul_(2)),
@@ -156,7 +148,8 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS)
 def test_a_model_without_vmap_is_differentiated_one_sample_at_a_time(call, capsys):
     torch.manual_seed(0)
-    model, batch = _Linear(CALLS[call]), (torch.randn(6, 3), torch.arange(6) % 4)
+    model = Net(lambda m, x: CALLS[call](m.linear, x), {"linear": lambda: nn.Linear(3, 4)})
+    batch = torch.randn(6, 3), torch.arange(6) % 4
     functional = FunctionalGradientComputer(model, _Subclass(), device="cpu")
     one_by_one = IterativeGradientComputer(model, _Subclass(), device="cpu")
     expected = one_by_one.compute_per_sample_grad([t.clone() for t in batch])

@@ -102,13 +102,9 @@ def test_utilities_return_the_same_as_the_original(theirs):
     assert own.get_output_memory(x, y, torch.float16) == 7 * 4 * 2
 
 
-@pytest.mark.parametrize("use_fast_jl", [True, False])
-def test_the_installation_check_prints_the_device(use_fast_jl, capsys):
-    ours.test_install(use_fast_jl=use_fast_jl)
-    printed = capsys.readouterr().out
-    where = "cuda" if use_fast_jl and torch.cuda.is_available() else "cpu"
-    assert f"works on {where}" in printed
-    assert ("no CUDA device" in printed) == (use_fast_jl and where == "cpu")
+def test_the_installation_check_prints_the_device(capsys):
+    ours.test_install(use_fast_jl=False)
+    assert "works on cpu" in capsys.readouterr().out
 
 
 def test_public_methods_of_projectors():

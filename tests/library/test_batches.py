@@ -19,11 +19,6 @@ from trak_core.model_outputs.supervised import CLASSIFICATION, REGRESSION, SEGME
 CPU = torch.device("cpu")
 
 
-def with_logits(model, x):
-    """Return an object with logits, as transformers' models do."""
-    return SimpleNamespace(logits=model.linear(x))
-
-
 @pytest.mark.parametrize(
     ("output", "labels", "error"),
     [
@@ -61,9 +56,9 @@ def test_counting_classes():
         return count_classes(model, output, batch, CPU)
 
     flat = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
-    assert (
-        count(nn.Linear(4, 3)) == count(Net(with_logits, {"linear": lambda: nn.Linear(4, 3)})) == 3
-    )
+    parts = {"linear": lambda: nn.Linear(4, 3)}
+    with_logits = Net(lambda m, x: SimpleNamespace(logits=m.linear(x)), parts)
+    assert count(nn.Linear(4, 3)) == count(with_logits) == 3
     assert count(flat, REGRESSION) is None
     with refused("gradients.model_call", "(1, 4) float32", re.compile(r"RuntimeError: .*")):
         count(nn.Linear(5, 3))

@@ -52,24 +52,16 @@ def test_weights_of_every_ending_and_wrapper_are_listed(name, wrapper):
     assert listed({name: contents, "other.pt": NET}) == ([*sorted([name, "other.pt"])], [])
 
 
-@pytest.mark.parametrize(
-    ("name", "contents", "told"),
-    [
-        ("optimizer.pt", ADAM.state_dict(), "state, param_groups"),
-        ("module.pt", torch.nn.Linear(2, 2), "it contains"),
-        ("tokens.bin", b"\x01\x00\x02\x00", "It begins with"),
-        ("cut.pt", b"PK\x03\x04 and no more", "was cut off"),
-    ],
-)
-def test_files_that_do_not_load_are_left_out_with_the_reason(name, contents, told):
-    if isinstance(contents, bytes):
-        Path(name).write_bytes(contents)
-    else:
-        torch.save(contents, name)
-    checkpoints, (line,) = listed({"run.pt": NET})
+def test_files_that_do_not_load_are_left_out_with_the_reason():
+    torch.save(ADAM.state_dict(), "optimizer.pt")
+    Path("cut.pt").write_bytes(b"PK\x03\x04 and no more")
+    checkpoints, lines = listed({"run.pt": NET})
     assert checkpoints == ["run.pt"]
-    assert line.startswith(f"left out: {name}: ")
-    assert told in line
+    for line, name, told in zip(
+        lines, ("cut.pt", "optimizer.pt"), ("was cut off", "state, param_groups"), strict=True
+    ):
+        assert line.startswith(f"left out: {name}: ")
+        assert told in line
 
 
 @pytest.mark.parametrize(

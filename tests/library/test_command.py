@@ -1,7 +1,6 @@
 """The command `trak`: the call of Snakemake, and errors of wrong calls."""
 
 import os
-import re
 import resource
 import signal
 import subprocess
@@ -20,11 +19,8 @@ def test_arguments_are_passed_to_snakemake():
     called, snakefile, config, *handed = snakemake_command("a b.yaml", words)
     assert (called, config, handed) == ("snakemake", "--configfile=a b.yaml", words)
     assert snakefile == f"--snakefile={workflow_folder()}/Snakefile"
-
-
-@pytest.mark.parametrize("words", [["-c1"], ["--jobs=4"], ["-j", "2"], ["--profile", "mine"]])
-def test_all_cores_are_used_without_a_limit(words):
-    assert snakemake_command("a.yaml", words)[3:] == words
+    for words in (["-c1"], ["--jobs=4"], ["-j", "2"], ["--profile", "mine"]):
+        assert snakemake_command("a.yaml", words)[3:] == words
     assert snakemake_command("a.yaml", ["-n"])[3:] == ["-n", "--cores", "all"]
 
 
@@ -81,22 +77,6 @@ def test_a_folder_takes_a_file_of_some_length(tmp_path, monkeypatch):
             check_folders([])
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("a: 1\nb: {c: [1, 2}\n", "line 2"),
-        (f"a: 1\nb: {1000 * '['}", "recursion depth"),
-        (b"a: 1\nb: \xff\n", "0xff"),
-    ],
-)
-def test_invalid_yaml_is_refused_with_its_line(tmp_path, monkeypatch, text, shown):
-    monkeypatch.chdir(tmp_path)
-    Path("mine.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
-    monkeypatch.setattr("trak_core.command.run.os.execv", lambda *_: None)
-    with refused("config.no_yaml", "mine.yaml", re.compile(shown)):
-        run("mine.yaml", [])
 
 
 def test_exit_status_and_errors_of_the_command():

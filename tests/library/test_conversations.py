@@ -27,9 +27,6 @@ DATED = (
     "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
     "{{ date_string }} " + ROLES
 )
-ALTERNATES = (
-    "{% if messages[0].role != 'user' %}{{ raise_exception('user comes first') }}{% endif %}"
-)
 
 
 @pytest.fixture
@@ -178,9 +175,8 @@ def test_a_template_that_is_missing_or_refuses_is_told_of(folder):
         made.save_pretrained(weights)
         (Path(weights) / "chat_template.jinja").unlink(missing_ok=True)
         as_read({"messages": TURNS}, weights)
-    system = {"role": "system", "content": "x"}
     with refused("studies.chat_template", "user comes first"):
-        as_read({"messages": [system, *TURNS]}, folder(ALTERNATES + ROLES))
+        as_read({"messages": TURNS}, folder("{{ raise_exception('user comes first') }}"))
     other = ROLES.replace("said {% endif %}", "sun {% endif %}")
     with refused("studies.chat_template", "'asked what is blue sun '"):
         as_read({"messages": TURNS}, folder(other))

@@ -8,11 +8,6 @@ from trak_core.runtime.files import hold_results, read_record, write_record
 KNOWN = {"n_params": 3, "splits": {"train": {"key": "a", "n_samples": 2}}}
 
 
-def test_what_is_written_is_read(tmp_path):
-    write_record(tmp_path / "results/study.json", KNOWN)
-    assert read_record(tmp_path / "results/study.json") == KNOWN
-
-
 def test_a_damaged_record_is_as_good_as_none(tmp_path):
     path = tmp_path / "study.json"
     assert read_record(path) == {}

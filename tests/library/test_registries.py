@@ -27,11 +27,6 @@ def load(name):
     return TABLE[name].load(*others)
 
 
-def of_kind(kind, stream=0):
-    shapes = [(4, 4)] if kind.about.of_matrices else None
-    return ProjectionSpec(kind=kind, n_params=16, proj_dim=8, seed=0, stream=stream, shapes=shapes)
-
-
 MODULES = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in PACKAGE.rglob("*.py")}
 
 
@@ -53,7 +48,8 @@ def test_tags_are_told_apart_and_fit_the_counter():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_has_a_definition_and_a_kernel(kind):
-    spec = of_kind(kind)
+    shapes = [(4, 4)] if kind.about.of_matrices else None
+    spec = ProjectionSpec(kind=kind, n_params=16, proj_dim=8, seed=0, stream=0, shapes=shapes)
     assert projection_matrix(spec).shape == (16, 8)
     assert project.slice_length(spec) >= 8
     assert kind in project._KERNELS

@@ -153,11 +153,8 @@ def test_empty_answers_are_counted(weights, tmp_path, capsys):
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers', by peft
 def test_a_trainer_s_folder_and_an_adapter(weights, tmp_path):
     file = write(tmp_path / "train.jsonl", [{"text": "sky"}])
-    (tmp_path / "trainer").mkdir()
     for step in (5, 10):
-        weights.joinpath("config.json").parent.rename(tmp_path / f"trainer/checkpoint-{step}")
-        small.gpt2().save_pretrained(weights)
-        tokenizer().save_pretrained(weights)
+        shutil.copytree(weights, tmp_path / f"trainer/checkpoint-{step}")
     study = language_model(file, str(tmp_path / "trainer"))
     assert study.make_model().config.n_embd == small.gpt2().config.n_embd
     (adapter := tmp_path / "adapter").mkdir()

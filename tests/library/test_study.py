@@ -74,14 +74,18 @@ def test_what_cannot_be_stacked(samples, code, values):
         batch(*samples)
 
 
-def test_a_model_over_several_devices_is_refused(tmp_path):
-    path = tmp_path / "study.py"
-    path.write_text(
-        "from torch import nn\n\n\ndef make_model():\n    model = nn.Linear(2, 1)\n"
-        "    model.hf_device_map = {'0': 'cpu', '1': 'disk'}\n    return model\n"
-    )
-    with refused("study.device_map", "cpu, disk"):
-        Study.load(path).make_model()
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_models_over_several_devices_and_scripted_ones_are_refused():
+    spread, plain = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    spread.hf_device_map = {"0": "cpu", "1": "disk"}
+    scripted = torch.nn.Sequential(torch.jit.trace(plain, torch.ones(1, 2)))
+    study = Study(Path("study.py"), ModuleType("study"))
+    for model, *refusal in (
+        *((spread, "device_map", "cpu, disk"), (scripted, "scripted_model", "Sequential")),
+    ):
+        study.module.make_model = lambda made=model: made
+        with refused(f"study.{refusal[0]}", refusal[1]):
+            study.make_model()
 
 
 def test_a_study_that_changes_the_working_folder_is_refused(tmp_path):
@@ -127,17 +131,6 @@ def test_a_file_that_trains_when_it_is_imported_is_refused(tmp_path, last, words
     else:
         with refused("study.trains", path, words):
             Study.load(path)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit")
-def test_a_scripted_model_is_refused(tmp_path):
-    path = tmp_path / "study.py"
-    traced = "torch.jit.trace(torch.nn.Linear(2, 1), torch.ones(1, 2))"
-    path.write_text(
-        f"import torch\n\ndef make_model():\n    return torch.nn.Sequential({traced})\n"
-    )
-    with refused("study.scripted_model", "Sequential"):
-        Study.load(path).make_model()
 
 
 @pytest.mark.parametrize("form", ["NFC", "NFD"])
