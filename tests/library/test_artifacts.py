@@ -260,7 +260,6 @@ def test_more_files_are_read_at_once_than_are_open(tmp_path):
                 assert values[start].tolist() == [2 * start, 2 * start + 1]
                 assert file.vector("loss_weights", start, start + 1) == start + 1
                 assert len(read._HeldFile._open) <= read._MOST_OPEN
-        assert (rows[0].shape, rows[0].dtype, len(rows[0])) == ((3, 2), np.float32, 3)
         np.testing.assert_array_equal(rows[-1], [[0, 1], [2, 3], [4, 5]])
         # Nothing of the first file is open any more: another one in its place is noticed.
         other = write(tmp_path / "other.h5", values=np.ones((3, 2)))

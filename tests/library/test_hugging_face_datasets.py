@@ -50,9 +50,6 @@ def test_data_sets_of_another_kind_are_refused():
         split_of_data(datasets.DatasetDict(train=data, test=data), None)
     with refused("study.given_data", "IterableDataset"):
         split_of_data(data.to_iterable_dataset(), None)
-    with refused("study.given_splits", "train, test"):
-        streams = {name: data.to_iterable_dataset() for name in ("train", "test")}
-        split_of_data(datasets.IterableDatasetDict(streams), None)
     texts = datasets.Dataset.from_dict({"text": ["a"], "labels": [0]})
     with refused("study.sample_numbers", "str for text"):
         split_of_data(texts, None)

@@ -19,6 +19,7 @@ from trak_core.settings import EXACT, ProjectionKind, ProjectionSpec
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "trak_core"
 SCHEMA = yaml.safe_load((REPOSITORY / "workflow/schemas/config.schema.yaml").read_text())
+DESCRIBED = (REPOSITORY / "config/README.md").read_text()
 KINDS = [kind for kind in ProjectionKind if kind.about.tag is not None]
 
 
@@ -36,6 +37,14 @@ def test_a_config_may_name_each_kind_and_each_output():
     (kinds,) = (one["properties"]["kind"]["enum"] for one in either if "properties" in one)
     assert kinds == KINDS
     assert SCHEMA["properties"]["model_output"]["anyOf"][0]["enum"] == list(TABLE)
+
+
+def test_each_kind_and_each_output_is_described():
+    (kind,) = (one["properties"]["kind"] for one in SCHEMA["properties"]["projection"]["anyOf"][1:])
+    assert re.findall(r"`(\w+)` \(", kind["description"]) == KINDS
+    section = DESCRIBED.split("| `model_output` | f |")[1].split("\n\n")[0]
+    rows = [line.split(" | ")[0] for line in section.splitlines()[2:]]
+    assert [name for row in rows for name in re.findall(r"`(\w+)`", row)] == list(TABLE)
 
 
 def test_tags_are_told_apart_and_fit_the_counter():
