@@ -1,6 +1,5 @@
 """Errors of TRAK's interface for wrong arguments, batches, checkpoints and folders."""
 
-import json
 import re
 
 import numpy as np
@@ -14,8 +13,7 @@ from trak_core.compat.gradient_computers import (
     IterativeGradientComputer,
 )
 from trak_core.compat.projectors import BasicProjector
-from trak_core.compat.savers import AssertedError, MmapSaver, ModelIDException
-from trak_core.compat.score_computers import BasicScoreComputer
+from trak_core.compat.savers import AssertedError, ModelIDException
 from trak_core.errors import InputError
 
 TRAIN, TARGETS = images(N), images(M, seed=1)
@@ -36,8 +34,6 @@ def loaded(tmp_path):
         ({"proj_dim": -3}, "spec.range", re.compile(r"proj_dim|-3")),
         ({"lambda_reg": -1.0}, "compat.lambda_reg", -1.0),
         ({"grad_wrt": ["fc.weights"]}, "gradients.unmatched_pattern", "'fc.weights'"),
-        ({"grad_wrt": []}, "spec.range", re.compile(r"n_params|0$")),
-        ({"projector_seed": -1}, "spec.range", re.compile(r"seed|-1")),
     ],
 )
 def test_constructing(arguments, code, value, tmp_path):
@@ -83,13 +79,6 @@ def test_what_the_original_asserts_is_an_assertion_error_too(loaded, tmp_path):
         assert isinstance(caught.value, AssertedError)
 
 
-@pytest.mark.parametrize("model_id", [-1, 2**32])
-def test_model_ids_out_of_range(model_id, tmp_path):
-    with refused("spec.range", re.compile(r"stream|-1|4294967296")):
-        tracer(tmp_path).load_checkpoint(STATE, model_id)
-    assert not list(tmp_path.glob("id_*.json"))
-
-
 def test_a_model_id_stands_for_one_checkpoint(loaded, tmp_path):
     loaded.load_checkpoint(OTHER, 0)
     featurize(loaded)
@@ -119,11 +108,7 @@ def test_positions_of_a_batch(where, code, value, loaded):
 
 @pytest.mark.parametrize(
     ("batch", "message"),
-    [
-        ((TRAIN[0],), "a tuple of 1"),
-        ((TRAIN[0], TRAIN[1] + 3), "integers from 0 to 3"),
-        ((TRAIN[0] / 0, TRAIN[1]), "samples 0, 1,"),
-    ],
+    [((TRAIN[0],), "a tuple of 1"), ((TRAIN[0] / 0, TRAIN[1]), "samples 0, 1,")],
 )
 def test_batches_that_do_not_fit_the_model(batch, message, loaded):
     with pytest.raises(InputError, match=re.compile(message, re.S)):
@@ -132,22 +117,16 @@ def test_batches_that_do_not_fit_the_model(batch, message, loaded):
 
 
 @pytest.mark.parametrize("computer", [FunctionalGradientComputer, IterativeGradientComputer])
-def test_wrong_labels_are_reported_with_their_position(computer, tmp_path):
+def test_wrong_labels_and_gradients_are_reported_with_their_positions(computer, tmp_path):
     traker = finalized(tmp_path, gradient_computer=computer)
     traker.start_scoring_checkpoint("mine", STATE, 0, M)
     for label in (-1, 4):
         with pytest.raises(InputError, match=f"{label} in sample 2"):
             traker.score((TARGETS[0][:1], torch.tensor([label])), inds=[2])
-
-
-@pytest.mark.parametrize("computer", [FunctionalGradientComputer, IterativeGradientComputer])
-def test_gradients_that_are_not_finite_are_named(computer, tmp_path):
-    traker = tracer(tmp_path, gradient_computer=computer)
-    traker.load_checkpoint(STATE, 0)
     with torch.no_grad():
         traker.model.fc.weight[2] = float("inf")
     with pytest.raises(InputError, match=r"samples 3, 4.* in .*fc\.weight"):
-        traker.featurize(PAIR, inds=[3, 4])
+        traker.score([t[:2] for t in TARGETS], inds=[3, 4])
 
 
 @pytest.mark.parametrize(
@@ -192,21 +171,3 @@ def test_a_leftover_store(loaded, tmp_path):
     (tmp_path / "id_0.json").unlink()
     with refused("compat.leftover", "id_0.json"):
         tracer(tmp_path).load_checkpoint(STATE, 0)
-
-
-def test_what_users_read(loaded, tmp_path):
-    assert loaded.save_dir == tmp_path.resolve()
-    assert loaded.num_params == loaded.num_params_for_grad == 860
-    assert loaded.normalize_factor == torch.tensor(860.0).sqrt()
-    assert (loaded.proj_dim, loaded.dtype, loaded.device) == (12, torch.float32, "cpu")
-    assert isinstance(loaded.saver, MmapSaver)
-    assert isinstance(loaded.score_computer, BasicScoreComputer)
-    shapes = {"grads": (N, 12), "features": (N, 12), "out_to_loss": (N, 1), "is_featurized": (N, 1)}
-    for name, shape in shapes.items():
-        assert loaded.saver.current_store[name].shape == shape
-    assert loaded.saver.experiments == {}
-    metadata = json.loads((tmp_path / "metadata.json").read_text())
-    expected = {"JL dimension": 12, "JL matrix type": "rademacher", "train set size": N}
-    assert expected.items() <= metadata.items()
-    names = {"metadata.json", "experiments.json", "id_0.json", "0", "scores"}
-    assert names <= {path.name for path in tmp_path.iterdir()}

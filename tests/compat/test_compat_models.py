@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from architectures import Net
 from compat_models import images, tracer, walk
 from refused import refused
 from torch import nn
@@ -22,11 +23,6 @@ from trak_core.compat.projectors import vectorize
 from trak_core.errors import InputError
 
 models = pytest.importorskip("models", reason="the extra `test` brings transformers")
-
-
-def assert_finite(scores, shape):
-    assert scores.shape == shape
-    assert np.isfinite(scores).all()
 
 
 class Pairs(nn.Module):
@@ -81,7 +77,7 @@ def test_bert_of_transformers(tmp_path):
     given = {"task": "text_classification", "proj_dim": 8}
     data = batch(24), batch(3)
     traker, scores = walk(model, [model.state_dict()], *data, save_dir=tmp_path, batch=12, **given)
-    assert_finite(scores, (24, 3))
+    assert np.isfinite(scores).all()
     assert traker.num_params_for_grad == sum(p.numel() for p in model.parameters())
 
 
@@ -106,25 +102,17 @@ def test_gpt2_with_a_user_defined_model_output(tmp_path):
     data = [models.texts(n, seed=n)[:1] for n in (20, 3)]
     given = {"task": NextToken(), "save_dir": tmp_path, "proj_dim": 8}
     traker, scores = walk(model, [model.state_dict()], *data, **given)
-    assert_finite(scores, (20, 3))
+    assert np.isfinite(scores).all()
     # The tied output layer is counted once.
     assert traker.num_params == sum(p.numel() for p in model.parameters())
 
 
 def test_a_model_that_mixes_samples_is_refused(tmp_path):
-    class Mixing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = nn.Linear(108, 4)
-            self.norm = nn.BatchNorm1d(4, track_running_stats=False)
-
-        def forward(self, x):
-            return self.norm(self.body(x.flatten(1)))
-
-    model = Mixing()
+    norm = nn.BatchNorm1d(4, track_running_stats=False)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(108, 4), norm)
     traker = tracer(tmp_path, model=model, train_set_size=20)
     traker.load_checkpoint(model.state_dict(), 0)
-    with pytest.raises(InputError, match=r"must not depend on other samples .* norm"):
+    with pytest.raises(InputError, match=r"must not depend on other samples .* 2 "):
         traker.featurize(images(20), num_samples=20)
 
 
@@ -148,15 +136,6 @@ def test_a_user_defined_task_with_the_same_output_has_the_same_gradients():
         torch.testing.assert_close(flat, expected, rtol=1e-5, atol=1e-6)
 
 
-class _Linear(nn.Linear):
-    def __init__(self, call):
-        super().__init__(3, 4)
-        self.call = call
-
-    def forward(self, x):
-        return self.call(super().forward, x)
-
-
 WRITING = "writes into its input"
 CALLS = {
     WRITING: lambda linear, x: linear(x.mul_(2)),
@@ -169,7 +148,8 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS)
 def test_a_model_without_vmap_is_differentiated_one_sample_at_a_time(call, capsys):
     torch.manual_seed(0)
-    model, batch = _Linear(CALLS[call]), (torch.randn(6, 3), torch.arange(6) % 4)
+    model = Net(lambda m, x: CALLS[call](m.linear, x), {"linear": lambda: nn.Linear(3, 4)})
+    batch = torch.randn(6, 3), torch.arange(6) % 4
     functional = FunctionalGradientComputer(model, _Subclass(), device="cpu")
     one_by_one = IterativeGradientComputer(model, _Subclass(), device="cpu")
     expected = one_by_one.compute_per_sample_grad([t.clone() for t in batch])

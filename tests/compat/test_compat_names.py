@@ -1,12 +1,14 @@
 """Public names and signatures of the original, its utilities, and the installation check."""
 
 import inspect
+import re
 import warnings
 
 import numpy as np
 import pytest
 import torch
 from compat_models import Net, Text, checkpoints, images, walk
+from workspace import REPOSITORY
 
 import trak_core.compat as ours
 from trak_core.compat.projectors import (
@@ -33,6 +35,12 @@ NAMES = {
     "get_parameter_chunk_sizes test_install",
 }
 PAIRS = [(module, name) for module, names in NAMES.items() for name in names.split()]
+
+
+def test_every_name_of_the_migration_page_is_there():
+    page = (REPOSITORY / "docs/how-to/from-trak.md").read_text()
+    for name in re.findall(r"`(\w+)`", page.split("## What is the same")[0]):
+        assert hasattr(ours, name) or name in {"trak", "traker", "fast_jl"}, name
 
 
 @pytest.fixture(scope="module")
@@ -94,13 +102,9 @@ def test_utilities_return_the_same_as_the_original(theirs):
     assert own.get_output_memory(x, y, torch.float16) == 7 * 4 * 2
 
 
-@pytest.mark.parametrize("use_fast_jl", [True, False])
-def test_the_installation_check_prints_the_device(use_fast_jl, capsys):
-    ours.test_install(use_fast_jl=use_fast_jl)
-    printed = capsys.readouterr().out
-    where = "cuda" if use_fast_jl and torch.cuda.is_available() else "cpu"
-    assert f"works on {where}" in printed
-    assert ("no CUDA device" in printed) == (use_fast_jl and where == "cpu")
+def test_the_installation_check_prints_the_device(capsys):
+    ours.test_install(use_fast_jl=False)
+    assert "works on cpu" in capsys.readouterr().out
 
 
 def test_public_methods_of_projectors():

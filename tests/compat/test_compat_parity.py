@@ -30,7 +30,6 @@ def close(values, expected, tolerance=1e-4):
     values, expected = np.asarray(values, np.float64), np.asarray(expected, np.float64)
     assert values.shape == expected.shape
     error = np.abs(values - expected).max() / np.abs(expected).max()
-    print(f"relative error {error:.1e}")
     assert error <= tolerance
 
 

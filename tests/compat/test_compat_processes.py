@@ -1,7 +1,5 @@
 """Several processes share one save_dir, and a killed process is restarted."""
 
-import errno
-import logging
 import multiprocessing
 import os
 import time
@@ -48,7 +46,6 @@ def finish(workers):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """The store of a single process."""
     torch.set_num_threads(1)  # as in the workers, so that sums are equal bit for bit
     traker = tracer(tmp_path_factory.mktemp("alone"))
     for model_id in (0, 1):
@@ -105,17 +102,6 @@ def test_a_restarted_process_computes_only_missing_samples(start, alone, tmp_pat
     assert_same(folder, alone, [0])
 
 
-def test_a_process_killed_after_its_last_sample_before_writing_the_state(alone, tmp_path):
-    traker = tracer(tmp_path)
-    traker.saver.serialize_current_model_id_metadata = lambda already_exists=True: None
-    traker.saver.register_model_id(0)
-    type(traker.saver).serialize_current_model_id_metadata(traker.saver, already_exists=False)
-    featurize(traker, 0, BATCH)
-    assert '"is_featurized": 0' in (tmp_path / "id_0.json").read_text()
-    tracer(tmp_path).finalize_features()
-    assert_same(tmp_path, alone, [0])
-
-
 def test_a_kill_while_finalizing_leaves_no_finished_features(alone, tmp_path):
     traker = tracer(tmp_path)
     featurize(traker, 0, BATCH)
@@ -146,17 +132,3 @@ def test_many_processes_score_from_one_finished_store(start, tmp_path):
     assert (folder / "0/features.mmap").stat().st_mtime_ns == before
     scored(traker, name="exp0")
     assert not traker.saver.current_store["features"].flags.writeable
-
-
-def test_a_save_dir_on_a_disk_that_knows_no_locks(tmp_path, monkeypatch, caplog):
-    expected = scored(finalized(tmp_path / "locked")).finalize_scores("mine")
-
-    def fails(*_):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr("fcntl.flock", fails)
-    traker = finalized(tmp_path / "mine", logging_level=logging.WARNING)
-    scores = scored(traker).finalize_scores("mine")
-    assert np.array_equal(scores, expected)
-    messages = [record.getMessage() for record in caplog.records]
-    assert sum("no file locks" in message for message in messages) == 1

@@ -85,7 +85,6 @@ def test_finite_features_of_any_size_give_finite_scores(size):
 
 @pytest.mark.parametrize(("n", "half"), [(1, False), (5, True), (20, False)])
 def test_a_few_samples_and_many_dimensions(n, half, tmp_path):
-    """Fewer samples than dimensions, as in a first try."""
     with singular(n, 512, n):
         given = {"save_dir": tmp_path, "proj_dim": 512, "use_half_precision": half}
         traker, scores = walk(Net(), STATES, images(n), TARGETS, **given)

@@ -23,7 +23,6 @@ from trak_core.artifacts import (
     verify,
 )
 from trak_core.artifacts.format import content_hash
-from trak_core.artifacts.write import _even as even
 
 IDS = {"integers": [3, 1, 2], "strings": ["a", "bb", "ccé"]}
 
@@ -82,7 +81,6 @@ def test_pandas_opens_matrices_and_tables(tmp_path, ids):
 
 @pytest.mark.parametrize(("n", "m"), [(1, 1), (1025, 65), (3000, 64), (1023, 63), (2049, 129)])
 def test_chunks_take_no_more_room_than_the_numbers(tmp_path, n, m):
-    """65 columns took the room of 128, and 63 were refused."""
     with create(tmp_path / "a.h5", FEATURES, {}, {}) as file:
         file.matrix("features", range(n), range(m), chunks=(1024, 64))[:] = 1
         values = file.file["features/block0_values"]
@@ -109,11 +107,8 @@ def test_int8_frames_are_read_by_their_scales(tmp_path):
         read = file.matrix("features")
         assert np.array_equal(read[:], whole * scales[:, None])
         assert np.array_equal(read[:], by_hand)
-        assert np.array_equal(read[1000:2100, :7], by_hand[1000:2100, :7])
-        assert np.array_equal(read[5], by_hand[5])
-        for part in (slice(2000, 2100), slice(10, 20), slice(0, 3000, 7), slice(2990, 4000)):
-            assert np.array_equal(read[part], by_hand[part])
-        for part in ((slice(0, 9), 3), (3, 3), slice(5, 3)):
+        parts = slice(2000, 2100), slice(0, 3000, 7), slice(2990, 4000), slice(5, 3), 5
+        for part in (*parts, (slice(1000, 2100), slice(7)), (slice(0, 9), 3), (3, 3)):
             assert np.array_equal(read[part], by_hand[part])
     for bad in (np.nan, np.inf, -np.inf, np.finfo(np.float32).max):
         rows[2, 7] = bad
@@ -126,22 +121,12 @@ def test_int8_frames_are_read_by_their_scales(tmp_path):
 
 
 def test_a_table_without_rows_is_refused(tmp_path):
-    """As that of top influences where every score is 0."""
     with (
         refused("artifacts.no_row", "top_influences"),
         create(tmp_path / "a.h5", SCORES, {}, {}) as f,
     ):
         f.table("top_influences", {"score": np.zeros(0)}, [])
     assert not (tmp_path / "a.h5").exists()
-
-
-@pytest.mark.parametrize("most", [1, 64, 256, 1024, 2**14])
-def test_a_chunk_fits_the_data_of_every_length(most):
-    """HDF5 refuses a chunk that is larger; a little below ``most`` it was."""
-    for length in range(1, 2 * most + 1):
-        chunk = even(length, most)
-        assert 1 <= chunk <= min(length, most)
-        assert -(-length // chunk) == -(-length // most)
 
 
 LISTS = {
@@ -215,25 +200,28 @@ def test_bytes_are_written_once_read_once_and_where_needed(large):
     path, values, (read_back, written) = large
     assert written < 1.05
     assert read_back < 0.1
-    shares = []
-    for key in ("outputs", "features"):
-        before = moved()
-        with open_artifact(path, FEATURES) as file:
-            found = file.matrix(key) if key == "features" else None
-            for start in range(0, 8192, 512):
-                if found is None:
-                    assert (file.vector(key, start, start + 512) == 1).all()
-                else:
-                    assert np.array_equal(found[start : start + 512], values[start : start + 512])
-        shares.append((moved() - before)[0] / values.nbytes)
-    assert shares[0] < 0.05
-    assert 1 < shares[1] < 1.05
+    before = moved()
+    with open_artifact(path, FEATURES) as file:
+        assert (file.vector("outputs", 512, 1024) == 1).all()
+    opened = moved()
+    with open_artifact(path, FEATURES) as file:
+        rows = file.matrix("features")
+        for start in range(0, 8192, 512):
+            assert np.array_equal(rows[start : start + 512], values[start : start + 512])
+    assert (opened - before)[0] < 0.05 * values.nbytes
+    assert 1 < (moved() - opened)[0] / values.nbytes < 1.05
 
 
-def test_damage_is_refused_where_it_is_read(large, tmp_path):
-    data = bytearray(large[0].read_bytes())
+@pytest.fixture
+def chunked(large):
+    """The bytes of the large file, and where one chunk of its features is."""
     with h5py.File(large[0]) as file:
         chunk = file["features/block0_values"].id.get_chunk_info(20)
+    return bytearray(large[0].read_bytes()), chunk
+
+
+def test_damage_is_refused_where_it_is_read(large, chunked, tmp_path):
+    data, chunk = chunked
     data[chunk.byte_offset + chunk.size // 2] ^= 1
     path = tmp_path / "a.h5"
     path.write_bytes(data)
@@ -249,11 +237,9 @@ def test_damage_is_refused_where_it_is_read(large, tmp_path):
         verify(path)
 
 
-def test_zeros_in_place_of_values_are_found_by_the_content_hash(large, tmp_path):
+def test_zeros_in_place_of_values_are_found_by_the_content_hash(chunked, tmp_path):
     """Fletcher's checksum of zeros is zero, as of a part of the disk that was never written."""
-    data = bytearray(large[0].read_bytes())
-    with h5py.File(large[0]) as file:
-        chunk = file["features/block0_values"].id.get_chunk_info(20)
+    data, chunk = chunked
     data[chunk.byte_offset : chunk.byte_offset + chunk.size] = bytes(chunk.size)
     (tmp_path / "a.h5").write_bytes(data)
     with pytest.raises(ArtifactError, match="its content hash differs"):
@@ -274,7 +260,6 @@ def test_more_files_are_read_at_once_than_are_open(tmp_path):
                 assert values[start].tolist() == [2 * start, 2 * start + 1]
                 assert file.vector("loss_weights", start, start + 1) == start + 1
                 assert len(read._HeldFile._open) <= read._MOST_OPEN
-        assert (rows[0].shape, rows[0].dtype, len(rows[0])) == ((3, 2), np.float32, 3)
         np.testing.assert_array_equal(rows[-1], [[0, 1], [2, 3], [4, 5]])
         # Nothing of the first file is open any more: another one in its place is noticed.
         other = write(tmp_path / "other.h5", values=np.ones((3, 2)))
@@ -312,37 +297,27 @@ def test_a_matrix_that_was_not_filled_is_never_written(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def edited(edit):
-    """Edit a file by h5py."""
-
-    def damage(path):
-        with h5py.File(path, "r+") as file:
-            edit(file)
-
-    return damage
-
-
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("changed", "message"),
     [
-        (Path.unlink, "Found nothing"),
-        (lambda path: path.write_bytes(b""), "must be complete"),
-        (lambda path: path.write_text("not HDF5" * 99), "must be complete"),
-        (edited(lambda file: file.pop("train")), "Missing: train"),
-        (
-            edited(lambda file: file.attrs.update({"encoding-version": 1})),
-            "version 2. Found trak-scores, version 1",
-        ),
-        (edited(lambda file: file.attrs.pop("encoding-type")), "version 2. Found None"),
-        (
-            edited(lambda file: file.attrs.update({"encoding-type": "trak-features"})),
-            "must be trak-scores, version 2. Found trak-features",
-        ),
+        (None, "Found nothing"),
+        (b"", "must be complete"),
+        (b"not HDF5" * 99, "must be complete"),
+        ({}, "Missing: train"),
+        ({"encoding-version": 1}, "version 2. Found trak-scores, version 1"),
+        ({"encoding-type": "trak-features"}, "trak-scores, version 2. Found trak-features"),
     ],
 )
-def test_bad_files_are_refused_by_name_with_the_way_out(tmp_path, damage, message):
+def test_bad_files_are_refused_by_name_with_the_way_out(tmp_path, changed, message):
     path = write(tmp_path / "a.h5")
-    damage(path)
+    if isinstance(changed, dict):
+        with h5py.File(path, "r+") as file:
+            file.attrs.update(changed)
+            del file["train"]
+    else:
+        path.unlink()
+        if changed is not None:
+            path.write_bytes(changed)
     with pytest.raises(ArtifactError) as error, open_artifact(path, SCORES):
         pass
     assert str(error.value).startswith(f"{path}: ")
@@ -362,7 +337,6 @@ KEPT = Path(__file__).parents[1] / "data/artifacts"
 
 
 def test_files_of_every_release_are_read_forever(tmp_path):
-    """One of each kind, from 0.3.0 on."""
     for archive in (KEPT / "0.3.0.tar.xz", *KEPT.glob("*.tar.xz")):
         with tarfile.open(archive) as kept:
             kept.extractall(tmp_path / archive.stem, filter="data")
@@ -377,7 +351,6 @@ def test_files_of_every_release_are_read_forever(tmp_path):
 
 @pytest.mark.parametrize("key", ["train", "detection"])
 def test_tables_of_pandas_3_are_read_by_pandas_2(key, tmp_path):
-    """By the lowest version too, where that runs these tests."""
     rows = {"train_id": ["a", "b", "ü"], "flipped": [True, False, True], "score": [0.5, -1.0, 2.0]}
     expected = pd.DataFrame({**rows, "rank": [2, 3, 1]})
     kept, new = KEPT.parent / "tables_of_pandas_3.h5", tmp_path / "new.h5"
@@ -390,15 +363,3 @@ def test_tables_of_pandas_3_are_read_by_pandas_2(key, tmp_path):
         assert pd.read_hdf(path, key, where="rank < 3 & train_id == 'ü'").score.tolist() == [2]
         with h5py.File(path) as file:
             assert file[key].attrs["pandas_version"] == b"0.15.2"
-
-
-def test_h5py_alone_sees_chunked_checksummed_data(tmp_path):
-    with h5py.File(write(tmp_path / "a.h5")) as file:
-        assert file["scores/block0_values"].fletcher32
-        assert file.attrs["encoding-version"] == 2
-
-
-def test_the_same_content_is_the_same_bytes(tmp_path):
-    pair = [write(tmp_path / name).read_bytes() for name in ("a.h5", "b.h5")]
-    assert pair[0] == pair[1]
-    assert write(tmp_path / "c.h5", spec={"other": 1}).read_bytes() != pair[0]

@@ -1,6 +1,5 @@
 """Paths on a job's command line hold nothing that a shell would run."""
 
-import re
 import subprocess
 
 import pytest
@@ -17,9 +16,7 @@ CONFIG = {
     "evaluation": {"ground_truth": "truth.h5"},
     "compute": {"conda": "env.yaml"},
 }
-# On an executor of clusters the first of these ran the command within.
-FOUND = re.compile(r"Found .*(?=\. Rename)", re.S)
-FOUND_VALUE = re.compile(r"Found .*(?=\. Write)", re.S)
+# On an executor of clusters, a shell would run the command within.
 HOSTILE = "it's $(touch PWNED).pt"
 
 
@@ -41,27 +38,27 @@ def test_spaces_parentheses_and_patterns_are_paths():
     ],
 )
 def test_every_path_of_a_config_is_looked_at(changed):
-    with refused("config.shell_sign", FOUND) as error:
+    with refused("config.shell_sign") as error:
         check_paths(CONFIG | changed, [])
     assert f"in {HOSTILE!r} ({next(iter(changed))}" in str(error.value)
 
 
 @pytest.mark.parametrize("sign", ["'", '"', "`", "$", "\\", "\n"])
 def test_each_sign_is_refused(sign, tmp_path, monkeypatch):
-    with refused("config.shell_sign", FOUND) as error:
+    with refused("config.shell_sign") as error:
         check_paths(CONFIG, [f"tables/a{sign}b.tsv"])
     assert f"Found {sign!r} in" in str(error.value)
     folder = tmp_path / f"a{sign}b"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    with refused("config.shell_sign", FOUND):
+    with refused("config.shell_sign"):
         check_paths(CONFIG, [])
 
 
 @pytest.mark.parametrize(("text", "sign"), [("a=it's $(touch PWNED)", "'"), ("a=b\\c", "\\")])
 def test_values_that_snakemake_quotes_badly_are_refused(text, sign, tmp_path):
     """Snakemake quotes them as Python does, not as a shell."""
-    with refused("config.shell_value", FOUND_VALUE) as error:
+    with refused("config.shell_value") as error:
         check_given(["results=there", text])
     assert f"Found {sign!r} in {text!r}" in str(error.value)
     harmless = ['experiments={"one": {"targets": [1]}}', "a=$(touch PWNED)`touch PWNED`"]

@@ -3,14 +3,13 @@
 import json
 from pathlib import Path
 
-import pandas as pd
 import pytest
 from refused import refused
 
 from trak_core.data.rows import RowFile
 from trak_core.ready_made.ready_study import columns_from, used_by
 from trak_core.study.read_targets import encoded_line
-from trak_core.study.sample_columns import columns_of, short_columns
+from trak_core.study.sample_columns import columns_of
 from trak_core.study.study import Study
 
 STUDY = """
@@ -56,16 +55,12 @@ def test_columns_come_in_the_order_of_the_ids(tmp_path):
         ("{'a': [1, 2]}", "study.columns_length", ["2"]),
         ("{'a': [1, 2, 3], 'b': [1]}", "study.columns_length", ["3 of a", "1 of b"]),
         ("{'a': ['x' * 300] * 3}", "study.column_text", ["300"]),
+        ("{'a': [1, 2, 3]}", "study.columns_ids", ["d"]),
     ],
 )
 def test_what_is_no_column_is_refused(tmp_path, columns, code, values):
     with refused(code, *values):
-        columns_of(study(tmp_path, columns), "mine", ["a"])
-
-
-def test_samples_without_columns_are_refused(tmp_path):
-    with refused("study.columns_ids", "d"):
-        columns_of(study(tmp_path, "{'a': [1, 2, 3]}"), "mine", ["a", "d"])
+        columns_of(study(tmp_path, columns), "mine", ["a", "d"])
 
 
 def test_lines_have_their_short_fields(tmp_path):
@@ -79,13 +74,6 @@ def test_lines_have_their_short_fields(tmp_path):
     assert columns.to_dict("list") == {"source": ["talk", "manual"], "own_label": [3, 2]}
 
 
-@pytest.mark.parametrize("line", [{"text": "t" * 300}, {"id": "q", "text": "t" * 256}, {"id": "q"}])
-def test_lines_without_a_short_field_have_no_columns(tmp_path, line):
-    path = tmp_path / "asked.jsonl"
-    path.write_text(json.dumps(line))
-    assert columns_of(None, "mine", [line.get("id", 0)], path).shape == (1, 0)
-
-
 def test_rows_have_what_the_model_does_not_get():
     assert used_by("{prompt}: {answer[0]}", None, "plain") == {"prompt", "answer"}
     rows = [{"id": 1, "prompt": "p", "who": "anna"}, {"id": 2, "prompt": "q", "page": 3}]
@@ -94,7 +82,6 @@ def test_rows_have_what_the_model_does_not_get():
         "who": ["anna", ""],
         "page": ["", "3"],
     }
-    assert isinstance(short_columns({}), pd.DataFrame)
 
 
 def test_a_ready_made_study_s_fields_are_no_columns(tmp_path):

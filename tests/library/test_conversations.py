@@ -11,6 +11,7 @@ from trak_core.ready_made.language_model import language_model
 from trak_core.ready_made.text_classification import text_classification
 
 transformers = pytest.importorskip("transformers", reason="with the extra `test`")
+tokenizers = pytest.importorskip("tokenizers")
 few_words, small = pytest.importorskip("few_words"), pytest.importorskip("texts")
 ids, tokenizer, write = few_words.ids, few_words.tokenizer, few_words.write
 
@@ -25,9 +26,6 @@ KWARGS = "{{ greeting | default('the') }} " + ROLES
 DATED = (
     "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
     "{{ date_string }} " + ROLES
-)
-ALTERNATES = (
-    "{% if messages[0].role != 'user' %}{{ raise_exception('user comes first') }}{% endif %}"
 )
 
 
@@ -77,6 +75,7 @@ WRITTEN = ids("asked what is blue said sky"), ids("sky")
         ({"talk": TURNS}, {"text": "{talk}"}),
         ({"messages": TURNS, "text": "sky"}, {"text": "{messages}"}),
         ({"messages": [{**m, "tool_calls": None} for m in TURNS]}, {}),
+        ({"messages": TURNS, "prompt": "what is blue", "completion": None}, {}),
     ],
 )
 def test_each_form_of_a_conversation_is_written_by_the_template(folder, row, arguments):
@@ -121,25 +120,41 @@ def test_a_conversation_without_an_answer_is_refused(folder, messages, roles):
         as_read({"prompt": messages[:-1], "completion": messages[-1:]}, weights)
 
 
+NO_LISTS = ("[", "text", [], [1], [{"content": "x"}], {}, "[1]", 3)
+
+
 @pytest.mark.parametrize(
-    "row",
+    ("row", "code", "values"),
     [
-        {"prompt": "what is blue", "completion": TURNS[1:]},
-        {"prompt": TURNS[:1], "completion": "sky"},
-        {"completion": TURNS[1:]},
+        *(({"messages": value}, "messages", []) for value in NO_LISTS),
+        ({"messages": TURNS, "text": "sky"}, "messages", ["text"]),
+        ({"messages": TURNS, "prompt": "the sun"}, "two_texts", ["prompt"]),
+        ({"messages": TURNS, "completion": "sun"}, "two_texts", ["completion"]),
+        ({"prompt": "sky", "completion": "blue", "text": "sky blue"}, "two_texts", ["completion"]),
+        ({"messages": [{"role": "user", "text": "sky"}, TURNS[1]]}, "messages", ["role, text"]),
+        ({"messages": [{**TURNS[0], "content": None}, TURNS[1]]}, "messages", ["user"]),
+        ({"messages": [{**TURNS[0], "content": ["sky"]}, TURNS[1]]}, "messages", ["['sky']"]),
+        ({"prompt": "what is blue", "completion": TURNS[1:]}, "chat_roles", []),
+        ({"prompt": TURNS[:1], "completion": "sky"}, "chat_roles", []),
+        ({"completion": TURNS[1:]}, "chat_roles", []),
+        ({"messages": TURNS, "tools": "the sun"}, "messages", ["tools", "'the sun'"]),
+        ({"messages": TURNS, "chat_template_kwargs": [1]}, "messages", ["dict", "[1]"]),
     ],
 )
-def test_a_text_beside_messages_is_refused(folder, row):
-    with refused("studies.chat_roles"):
+def test_messages_and_texts_that_the_model_would_not_read_are_refused(folder, row, code, values):
+    with refused(f"studies.{code}", "rows.jsonl, line 1", *values):
         as_read(row, folder(ROLES))
 
 
-@pytest.mark.parametrize("value", ["[", "text", [], [1], [{"content": "x"}], {}, "[1]", 3])
-def test_what_is_no_list_of_messages_is_refused(folder, value):
-    with refused("studies.messages"):
-        as_read({"messages": value}, folder(ROLES))
-    with refused("studies.messages", "text"):
-        as_read({"messages": TURNS, "text": "sky"}, folder(ROLES))
+def test_a_message_that_the_template_leaves_out_is_reported(folder, capsys):
+    calls = {"role": "assistant", "content": None, "tool_calls": [{"name": "red"}]}
+    as_read({"messages": [TURNS[0], calls, *TURNS]}, folder(ROLES))
+    assert "Notice" not in capsys.readouterr().err
+    system = {"role": "system", "content": "red"}
+    without = ROLES.replace("in messages %}", "in messages if m.role != 'system' %}")
+    as_read({"messages": [system, *TURNS]}, folder(without))
+    said = "the chat template omits or changes the content of a message with the role 'system'"
+    assert f"Notice: {said}" in capsys.readouterr().err
 
 
 def test_rows_of_both_kinds_are_each_read_as_theirs(folder):
@@ -160,9 +175,8 @@ def test_a_template_that_is_missing_or_refuses_is_told_of(folder):
         made.save_pretrained(weights)
         (Path(weights) / "chat_template.jinja").unlink(missing_ok=True)
         as_read({"messages": TURNS}, weights)
-    system = {"role": "system", "content": "x"}
     with refused("studies.chat_template", "user comes first"):
-        as_read({"messages": [system, *TURNS]}, folder(ALTERNATES + ROLES))
+        as_read({"messages": TURNS}, folder("{{ raise_exception('user comes first') }}"))
     other = ROLES.replace("said {% endif %}", "sun {% endif %}")
     with refused("studies.chat_template", "'asked what is blue sun '"):
         as_read({"messages": TURNS}, folder(other))
@@ -207,18 +221,10 @@ def test_a_row_may_give_the_date_to_the_template(folder):
 def test_a_text_has_the_first_token_of_texts_once(folder, text):
     """The tokenizer adds it, and rows that a template wrote before have it already."""
     weights = folder(ROLES, bos_token="red")
-    core = json.loads((path := Path(weights) / "tokenizer.json").read_text())
-    red = ids("red")[0]
-    core["post_processor"] = {
-        "type": "TemplateProcessing",
-        "single": [
-            {"SpecialToken": {"id": "red", "type_id": 0}},
-            {"Sequence": {"id": "A", "type_id": 0}},
-        ],
-        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {"red": {"id": "red", "ids": [red], "tokens": ["red"]}},
-    }
-    path.write_text(json.dumps(core))
+    made = transformers.AutoTokenizer.from_pretrained(weights)
+    first = {"single": "red $A", "special_tokens": [("red", ids("red")[0])]}
+    made.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(**first)
+    made.save_pretrained(weights)
     once = text if text.startswith("red") else f"red {text}"
     assert as_read({"text": text}, weights)[0] == ids(once)
     prompted = as_read({"prompt": f"{text} ", "text": "blue"}, weights)

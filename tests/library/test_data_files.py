@@ -102,7 +102,6 @@ def test_files_that_the_system_refuses_have_codes(tmp_path):
 
 @pytest.fixture
 def digest(folder, record):
-    """What a further start says of a checkpoint."""
     return lambda path: path_digests([str(path)], record)[str(path)]
 
 
@@ -137,18 +136,3 @@ def test_a_folder_counts_by_every_file_in_it(folder, digest):
     assert digest("moved") in seen
     (folder / "moved/.hidden").write_text("new")
     assert digest("moved") in seen
-
-
-def test_a_file_put_back_with_its_old_time_is_read(folder, record):
-    path = folder / "data/a.csv"
-    stat = path.stat()
-    before = data_digests(["data"], record)
-    path.write_text("data/x.csv")
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert data_digests(["data"], record) != before
-
-
-def test_a_lost_record_changes_no_digest(folder, record, digest):
-    before = digest("data")
-    record.write_text("{")
-    assert digest("data") == before

@@ -9,7 +9,6 @@ few_words = pytest.importorskip("few_words")
 
 
 def tokenizer_of(kind):
-    """A tokenizer of a few tokens."""
     tokenizers = pytest.importorskip("tokenizers", reason="with the extra `test`")
     models, decoders, before = tokenizers.models, tokenizers.decoders, tokenizers.pre_tokenizers
     if kind == "words":
@@ -54,18 +53,3 @@ def test_tokens_show_what_they_add_to_the_text(kind):
         texts = decoded_tokens(tokenizer, given[:n])
         whole = tokenizer.decode(given[:n], clean_up_tokenization_spaces=False)
         assert (len(texts), "".join(texts)) == (n, whole)
-
-
-def test_tokens_of_long_texts_are_decoded_a_few_at_a_time(monkeypatch):
-    tokenizer, lengths = tokenizer_of("bytes"), []
-    decode = tokenizer.decode
-
-    def counted(given, **more):
-        lengths.append(len(given))
-        return decode(given, **more)
-
-    monkeypatch.setattr(tokenizer, "decode", counted)
-    broken = tokenizer.convert_tokens_to_ids("Ł")  # a byte that begins no character
-    assert len(decoded_tokens(tokenizer, [broken] * 1024)) == 1024
-    assert len(lengths) == 2048
-    assert max(lengths) <= 8

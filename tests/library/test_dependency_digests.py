@@ -75,11 +75,6 @@ def test_all_that_a_stage_imports_counts(stage):
     assert imported - counted - empty <= beside
 
 
-def test_a_stage_that_is_not_there(toy):
-    with pytest.raises(FileNotFoundError, match="no_such"):
-        stage_digest("trak_core.stages.no_such")
-
-
 @pytest.fixture
 def study(tmp_path):
     path = tmp_path / "study.py"

@@ -3,15 +3,12 @@
 The lowest versions of h5py and PyTables run this too: each brings an HDF5 of its own.
 """
 
-import os
 import subprocess
 import sys
 
 import pandas as pd
 import pytest
 from no_locks import needs_compiler, without_locks
-
-from trak_core.runtime.files import lock_tables_where_possible
 
 USES_LOCKS = """
 import fcntl, os
@@ -66,9 +63,3 @@ def test_a_ground_truth_on_a_disk_of_its_own_that_knows_no_locks(tmp_path):
     code += "assert read_frame(Path('a.h5'), 'a')[0].tolist() == [[1.0]]"
     command = [sys.executable, "-c", code]
     subprocess.run(command, cwd=tmp_path, env=without_locks(tmp_path / "shim"), check=True)
-
-
-def test_what_the_environment_says_of_locks_stays(tmp_path, monkeypatch):
-    monkeypatch.setenv("HDF5_USE_FILE_LOCKING", "TRUE")
-    lock_tables_where_possible(tmp_path)
-    assert os.environ["HDF5_USE_FILE_LOCKING"] == "TRUE"

@@ -1,14 +1,10 @@
 """HDF5 files whose values lie elsewhere, or nowhere, are refused in one message."""
 
-import random
 import re
-import subprocess
-import sys
 
 import h5py
 import numpy as np
 import pandas as pd
-import patience
 import pytest
 
 from trak_core.artifacts import FEATURES, ArtifactError, create, open_artifact, read_frame, verify
@@ -99,32 +95,6 @@ def test_a_ground_truth_has_its_values_in_itself(place, frame, tmp_path):
     with pytest.raises(ArtifactError, match=r"truth\.h5: the file must be readable HDF5") as error:
         read_frame(frame, "masks")
     assert "link" in str(error.value) or re.search(PLACES[place].format(name), str(error.value))
-
-
-DAMAGED = """
-import sys
-from pathlib import Path
-from trak_core.artifacts import ArtifactError, read_frame
-whole = Path(sys.argv[1]).read_bytes()
-for line in sys.stdin:
-    place, bit = map(int, line.split())
-    damaged = bytearray(whole)
-    damaged[place] ^= 1 << bit
-    Path(sys.argv[1]).write_bytes(damaged)
-    try:
-        read_frame(Path(sys.argv[1]), "masks")
-    except ArtifactError:
-        pass
-"""
-
-
-def test_a_damaged_frame_of_pandas_is_one_message(frame):
-    """95 of 500 flips were another error; in a process of its own, since HDF5 may crash."""
-    rng, size = random.Random(0), frame.stat().st_size
-    flips = "\n".join(f"{rng.randrange(size)} {rng.randrange(8)}" for _ in range(500))
-    code = [sys.executable, "-c", DAMAGED, frame]
-    result = patience.run(code, 60, flips, text=True, stderr=subprocess.PIPE)
-    assert result.returncode == 0, result.stderr
 
 
 def test_int8_frames_without_their_scales_are_refused(tmp_path):

@@ -3,7 +3,6 @@
 import re
 import sys
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from trak_core.gradients.check_gradients import (
 )
 from trak_core.gradients.choose_method import choose_method
 from trak_core.gradients.differentiable_model import n_params, select_parameters
-from trak_core.gradients.gradient_consumers import Formed
 from trak_core.gradients.gradient_methods import (
     gradients_at_once,
     gradients_in_turn,
@@ -53,7 +51,6 @@ def assert_same(gradients, expected, **tolerance):
 
 
 def linear(forward, **parts):
-    """A linear layer, and what is done with it."""
     return Net(forward, {"linear": lambda: nn.Linear(4, 3), **parts})
 
 
@@ -213,20 +210,6 @@ def test_what_one_pass_cannot_take_goes_one_by_one(
     assert_same(result.gradients, expected)
 
 
-def looped(m, x):
-    """Computes the same bias once for each sample, as ViLT does its positions."""
-    grid = m.grid.tanh()
-    biases = [nn.functional.interpolate(grid, scale_factor=2, mode="bilinear") for _ in x]
-    return m.head((m.linear(x) + torch.cat(biases).flatten(1)[:, :3]).tanh())
-
-
-def test_an_operation_that_runs_once_a_sample_is_named(capsys):
-    parts = {**HEAD, "grid": lambda: nn.Parameter(torch.randn(1, 1, 2, 2))}
-    model, batch = linear(looped, **parts), classified(torch.randn(5, 4))
-    assert chosen(model, batch) is gradients_one_by_one
-    assert "samples apart below: UpsampleBilinear2D. Gradients" in capsys.readouterr().out
-
-
 def test_a_batch_whose_graph_can_not_be_read_goes_one_by_one(capsys):
     """A hook that the user registered after the choice changes gradients as in autograd."""
     model, batch = linear(lambda m, x: m.head(m.linear(x)), **HEAD), classified(torch.randn(5, 4))
@@ -264,59 +247,6 @@ def test_experts_by_grouped_products(capsys):
         assert_same(formed(method, model, batch).gradients, expected, rtol=1e-4, atol=1e-5)
 
 
-class Kinds(Formed):
-    """Records the classes of contributions."""
-
-    seen: ClassVar[dict[str, set[str]]] = {}
-
-    def take(self, parameter, uses):
-        names = {type(use).__name__ for use in uses}
-        self.seen.setdefault(self._names[id(parameter)], set()).update(names)
-        super().take(parameter, uses)
-
-
-@pytest.mark.parametrize("name", ["attention", "recurrent"])
-def test_a_sample_alone_forms_no_gradient_of_a_matrix(name, monkeypatch):
-    """Nor does it below an operation that mixes samples, so that sketches get factors."""
-    monkeypatch.setattr(Kinds, "seen", {})
-    if name == "attention":
-        model, inputs = Attention().eval(), (torch.randint(0, 11, (1, 7)), torch.ones(1, 7))
-    else:
-        model, inputs = linear(recurrent, **DEEP_RECURRENT), (torch.randn(1, 6, 4),)
-    batch = classified(*inputs)
-    assert chosen(model, batch) is gradients_in_turn
-    parameters = select_parameters(model, None)
-    consumer = Kinds.zeros(parameters, 1)
-    gradients_at_once(model, parameters, CLASSIFICATION, as_batch(batch, CLASSIFICATION), consumer)
-    expected, _ = by_backward(model, batch, CLASSIFICATION)
-    assert_same(consumer.rows, expected, rtol=1e-4, atol=1e-5)
-    for key, parameter in parameters.items():
-        if parameter.ndim == 2 and not key.startswith("lstm"):
-            assert Kinds.seen[key] <= {"Outer", "Lookup"}, key
-
-
-class Nested(nn.Module):
-    def __init__(self, layout):
-        super().__init__()
-        self.first, self.second, self.layout = nn.Linear(4, 6), nn.Linear(6, 3), layout
-
-    def forward(self, x):
-        nested = torch.nested.as_nested_tensor(list(x), layout=self.layout)
-        hidden = torch.relu(self.first(nested))
-        return self.second(torch.nested.to_padded_tensor(hidden, 0.0).mean(1))
-
-
-@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
-@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
-def test_nested_tensors_go_one_by_one(layout, capsys):
-    model, batch = Nested(layout).eval(), classified(torch.randn(3, 5, 4))
-    method = chosen(model, batch)
-    assert "it has nested tensors" in capsys.readouterr().out
-    rows = formed_gradients(method, model, select_parameters(model, None), CLASSIFICATION, batch)
-    expected, _ = by_backward(model, batch, CLASSIFICATION)
-    assert_same(rows.gradients, expected, rtol=1e-4, atol=1e-5)
-
-
 def centred(m, x):
     hidden = m.linear(x)
     return m.second(hidden - hidden.mean(0))
@@ -332,48 +262,37 @@ DIFFERS = re.compile(r"f differs by up to [\d.e-]+")
 FAILS = re.compile(r"the model fails: Expected more than 1 value [^;]*")
 MIXING = {
     "BatchNorm without statistics": (
-        lambda: nn.Sequential(*(
-            nn.Conv2d(1, 3, 3),
-            nn.BatchNorm2d(3, **WITHOUT),
-            nn.Flatten(),
-            nn.Linear(48, 3),
-        )),
-        (1, 6, 6),
-        ("mixed_samples", DIFFERS, "1 (BatchNorm2d)"),
+        lambda: nn.Sequential(nn.Unflatten(1, (2, 2)), nn.BatchNorm1d(2, **WITHOUT), nn.Flatten()),
+        *("mixed_samples", DIFFERS, "1 (BatchNorm1d)"),
     ),
     "BatchNorm that fails for one sample": (
         lambda: nn.Sequential(nn.Linear(4, 3), nn.Sequential(nn.BatchNorm1d(3, **WITHOUT))),
-        (4,),
-        ("mixed_samples", FAILS, "1.0 (BatchNorm1d)"),
+        *("mixed_samples", FAILS, "1.0 (BatchNorm1d)"),
     ),
     "softmax over the batch": (
         lambda: nn.Sequential(nn.Linear(4, 3), nn.Softmax(dim=0)),
-        (4,),
-        ("mixed_samples", DIFFERS, "1 (Softmax)"),
+        *("mixed_samples", DIFFERS, "1 (Softmax)"),
     ),
     "code between layers": (
         lambda: linear(centred, second=lambda: nn.Linear(3, 3)),
-        (4,),
-        ("mixed_samples", DIFFERS, "the code that calls second (Linear)"),
+        *("mixed_samples", DIFFERS, "the code that calls second (Linear)"),
     ),
     "randomness": (
         lambda: nn.Sequential(nn.Linear(4, 8), AlwaysDropping(), nn.Linear(8, 3)),
-        (4,),
-        ("random_model", "1 (AlwaysDropping)"),
+        *("random_model", "1 (AlwaysDropping)"),
     ),
     "one row for all": (
         lambda: nn.Sequential(nn.Flatten(0), nn.Unflatten(0, (1, -1)), nn.Linear(24, 3)),
-        (4,),
-        ("model_rows", "1 rows", "batch of 6"),
+        *("model_rows", "1 rows", "batch of 6"),
     ),
 }
 
 
 @pytest.mark.parametrize("name", MIXING)
 def test_a_model_that_is_no_function_of_one_sample_is_refused(name):
-    make, shape, (code, *values) = MIXING[name]
+    make, code, *values = MIXING[name]
     with refused(f"gradients.{code}", *values):
-        check_samples_apart(make(), CLASSIFICATION, classified(torch.randn(6, *shape)))
+        check_samples_apart(make(), CLASSIFICATION, classified(torch.randn(6, 4)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -448,10 +367,7 @@ def test_what_is_not_finite_is_named():
     gradients = {"a": torch.zeros(3, 2), "b": torch.zeros(3, 2, 2)}
     good = PerSample(gradients, *[torch.zeros(3)] * 4)
     check_finite(good, ["x", "y", "z"])
-    gradients["b"][1, 0, 1] = torch.inf
-    with refused("gradients.not_finite", "samples y", "in b"):
-        check_finite(good, ["x", "y", "z"])
-    good.outputs[2] = torch.nan
+    gradients["b"][1, 0, 1], good.outputs[2] = torch.inf, torch.nan
     with refused("gradients.not_finite", "samples y, z", "in the model output itself, b"):
         check_finite(good, ["x", "y", "z"])
     with refused("gradients.values_not_finite", "Outputs", "samples x, y"):

@@ -3,6 +3,7 @@
 import numpy as np
 import pandas as pd
 import pytest
+from refusals import preflight
 from refused import refused
 
 from trak_core.attribution.score_formulas import combined
@@ -19,7 +20,6 @@ from trak_core.lists.groups import (
     run_weights,
 )
 from trak_core.settings import Combine
-from trak_core.stages.preflight_study import preflight_study
 
 N, M, RUNS = 37, 5, [0, 0, 1, 2, 2]
 C = len(RUNS)
@@ -137,28 +137,17 @@ def test_groups_are_sorted_and_few():
         check_groups(["annotatr"], own)
 
 
-MANY_CLASSES = """
-import torch
-from torch.utils.data import TensorDataset
-
-def make_model():
-    return torch.nn.Linear(2, N_OUTPUTS)
-
-def train_data():
-    return TensorDataset(torch.randn(240, 2), torch.arange(240) % N_LABELS)
-"""
-
-
 def test_too_many_groups_of_labels_are_refused_before_any_job(tmp_path):
     """The labels in the data decide, not the number of classes of the model."""
 
     def check(n_labels, output="image_classification", n_outputs=120):
         study = tmp_path / f"study_{n_labels}.py"
-        code = MANY_CLASSES.replace("N_OUTPUTS", f"{n_outputs}")
-        study.write_text(code.replace("N_LABELS", f"{n_labels}"))
-        about = {"model_output": output, "weighting": "plain", "training": None}
-        given = {"splits": {"train": None}, "shards": {"train": 1}, "parameter_patterns": None}
-        preflight_study(study_file=study, **about, **given, group_by=["label", "prediction"])
+        study.write_text(
+            f"import torch\n\ndef make_model():\n    return torch.nn.Linear(2, {n_outputs})\n\n"
+            f"def train_data():\n    return [(torch.ones(2), i % {n_labels}) for i in range(240)]\n"
+        )
+        groups = {"model_output": output, "group_by": ["label", "prediction"]}
+        preflight(study, {"train": None}, **groups)
 
     check(100)
     with refused("scoring.many_groups", "101", tmp_path / "study_101.py"):

@@ -1,4 +1,3 @@
-import io
 import re
 import subprocess
 import sys
@@ -26,13 +25,6 @@ def test_everything_goes_to_the_log(tmp_path):
     *said, last = log.read_text().splitlines()
     assert sorted(said) == ["child", "error", "python"]
     assert re.fullmatch(r"peak memory: [1-9]\d* MiB", last)
-
-
-def test_an_error_may_name_a_file_whose_name_is_no_text(tmp_path):
-    log = tmp_path / "a.log"
-    body = "from trak_core.errors import InputError; raise InputError('\\udce9.h5', code='a.b')"
-    assert run(body, log).returncode == 1
-    assert log.read_text() == "Error: \\udce9.h5\n"
 
 
 def test_an_input_error_is_one_message_and_a_defect_keeps_its_traceback(tmp_path):
@@ -88,52 +80,8 @@ def test_blocks_cover_all_rows_in_order(n, size, capsys):
     assert capsys.readouterr().out.endswith(f"{n}/{n} samples, 0 s, 0 s left\n")
 
 
-def test_progress_is_a_line_now_and_then(monkeypatch, capsys):
-    clock = iter(range(0, 10**6, 4))
-    monkeypatch.setattr(blocks.time, "monotonic", lambda: next(clock))
-    list(blocks_with_progress(10, 1, "samples"))
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "[######..............] 3/10 samples, 12 s, 28 s left"
-    assert len(lines) == 4
-
-
-def test_lines_beside_a_progress_bar_begin_at_the_left(monkeypatch):
-    """Text after a carriage return overwrites the line in a terminal."""
-    terminal = io.StringIO()
-    monkeypatch.setattr("sys.stdout", terminal)
-    monkeypatch.setattr("sys.stderr", terminal)
-    blocks.notice.cache_clear()
-    with blocks.progress_bar("fit", 8) as bar:
-        blocks.notice("first")
-        bar.advance(3)
-        blocks.log("second")
-        with bar.counting():
-            blocks.notice("third")
-    *lines, _ = terminal.getvalue().split("\n")
-    assert [line.split("\r")[-1] for line in lines[:-1]] == [
-        "Notice: first",
-        "second",
-        "Notice: third",
-    ]
-    assert "8" in lines[-1]
-
-
 def test_code_that_runs_beside_a_progress_bar_prints_by_its_module():
     folders = ("attribution", "gradients", "gramian", "model_outputs", "projection", "study")
     root = Path(blocks.__file__).parents[1]
     files = [path for folder in folders for path in (root / folder).rglob("*.py")]
     assert [path for path in files if re.search(r"^ *print\(", path.read_text(), re.M)] == []
-
-
-@pytest.mark.parametrize("key", ["training", "evaluation"])
-def test_what_an_optimizer_imports_is_there_when_a_training_is_forked(key):
-    code = (
-        "import pkgutil, sys; import torch\n"
-        "from trak_core.command.run import preloaded\n"
-        f"for name in preloaded({{{key!r}: {{}}}})[1:]:\n    pkgutil.resolve_name(name)\n"
-        "before = set(sys.modules)\n"
-        "torch.optim.AdamW([torch.ones(2, requires_grad=True)]).step()\n"
-        "print(*(name for name in set(sys.modules) - before if name.startswith('torch._d')))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout == "\n"

@@ -39,9 +39,11 @@ def classifier(tmp_path):
     transformers = pytest.importorskip("transformers", reason="with the extra `test`")
     few_words = pytest.importorskip("few_words")
 
-    def saved(names):
+    def saved(names, **size):
         tokens = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
-        config = transformers.GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=1, **tokens)
+        config = transformers.GPT2Config(
+            vocab_size=20, n_embd=8, n_layer=1, n_head=1, **tokens, **size
+        )
         config.id2label = dict(enumerate(names))
         config.label2id = {name: number for number, name in enumerate(names)}
         config.save_pretrained(tmp_path / "out")
@@ -88,6 +90,14 @@ def test_what_is_neither_is_refused(classifier, label):
     file = rows_with([label], ".jsonl", text="sky")
     with refused("studies.label", "rows.jsonl, line 1"):
         text_classification(file, classifier(["no", "yes"])).train_data()[0]
+
+
+def test_an_empty_text_and_other_classes_than_the_models_are_refused(classifier):
+    weights = classifier(["no", "yes"])
+    with refused("studies.empty_text", "rows.jsonl, line 1"):
+        text_classification(rows_with([0], ".jsonl", text=" "), weights).train_data()[0]
+    with refused("studies.classes", 2, "a, b, c"):
+        text_classification(rows_with(["a"], ".jsonl", text="sky"), weights, classes=[*"abc"])
 
 
 @pytest.mark.parametrize(
@@ -172,15 +182,11 @@ def test_a_cell_that_is_no_number_is_named(cell):
 
 @pytest.mark.parametrize(("n_words", "positions", "length"), [(130, 512, 128), (40, 32, 32)])
 def test_a_text_beyond_the_length_is_not_cut_unasked(classifier, n_words, positions, length):
-    weights = Path(classifier(["no", "yes"]))
-    config = json.loads((weights / "config.json").read_text())
-    (weights / "config.json").write_text(json.dumps({**config, "n_positions": positions}))
+    weights = classifier(["no", "yes"], n_positions=positions)
     file = rows_with(["no"], ".jsonl", text="sky " * n_words)
     with refused("studies.context", length, n_words, "rows.jsonl, line 1", "max_tokens"):
-        text_classification(file, str(weights)).train_data()[0]
-    (sample,) = text_classification(file, str(weights), max_tokens=9).train_data()
+        text_classification(file, weights).train_data()[0]
+    (sample,) = text_classification(file, weights, max_tokens=9).train_data()
     assert sample["input_ids"].shape == (9,)
-    (sample,) = text_classification(
-        rows_with(["no"], ".jsonl", text="sky"), str(weights)
-    ).train_data()
+    (sample,) = text_classification(rows_with(["no"], ".jsonl", text="sky"), weights).train_data()
     assert sample["input_ids"].shape == (length,)

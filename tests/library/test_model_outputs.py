@@ -192,7 +192,6 @@ def sequence(margins):
 
 @pytest.mark.parametrize("m", [-30.0, -1.0, 0.0, 2.0, 6.9, 7.0, 14.9, 15.1, 40.0, 2e4])
 def test_sequence_log_odds_of_one_token_is_its_margin(m):
-    """Also where branches of the computation meet."""
     margins = torch.tensor([m], dtype=torch.float64)
     torch.testing.assert_close(sequence_log_odds(*sequence(margins)), margins[0])
     slope = grad(lambda x: sequence_log_odds(*sequence(x)))(margins)
@@ -265,12 +264,6 @@ def test_a_loss_is_read_before_logits():
     assert LOSS.read({"loss": None, "logits": loss}) is loss
     with refused("gradients.output_shape", "(3,)"):
         over_samples(LOSS.value, LOSS.read({"loss": logits}), torch.ones(2))
-
-
-def test_logits_in_pieces_serve_what_joins_tokens_alone():
-    """A sum of log-odds is no function of the joint log-odds that such a model returns."""
-    joining = {name for name in CASES if CASES[name][0].joins_tokens}
-    assert joining == {"language", "masked", "from a source"}
 
 
 def test_labels_of_another_number_than_the_logits_are_refused():

@@ -207,55 +207,44 @@ def test_tasks_of_trak_obey_hooks_or_refuse_them(of_module):
 
 
 class Adjoint(torch.autograd.Function):
-    """Midpoint steps, which the backward pass recomputes and differentiates itself."""
+    """Steps of a layer, which the backward pass recomputes and differentiates itself."""
 
     @staticmethod
-    def forward(ctx, layer, n_steps, x, *parameters):
-        ctx.layer, ctx.n_steps = layer, n_steps
-        ctx.states = []
-        for _ in range(n_steps):
-            ctx.states.append(x)
-            x = midpoint(layer, x)
-        return x
+    def forward(ctx, layer, x, *parameters):
+        ctx.layer, ctx.start = layer, x
+        return steps(layer, x)
 
     @staticmethod
     def backward(ctx, gradient):
-        parameters = list(ctx.layer.parameters())
-        totals = [torch.zeros_like(p) for p in parameters]
-        for state in reversed(ctx.states):
-            with torch.enable_grad():
-                start = state.detach().requires_grad_()
-                middle = (start + ctx.layer(start) / 2).detach().requires_grad_()
-                last = ctx.layer(middle)
-                first = ctx.layer(start)
-            to_middle, *late = torch.autograd.grad(last, [middle, *parameters], gradient)
-            to_start, *early = torch.autograd.grad(first, [start, *parameters], to_middle)
-            gradient = gradient + to_middle + to_start / 2
-            totals = [t + a + b / 2 for t, a, b in zip(totals, late, early, strict=True)]
-        return None, None, gradient, *totals
+        with torch.enable_grad():
+            start = ctx.start.detach().requires_grad_()
+            last = steps(ctx.layer, start)
+        inputs = [start, *ctx.layer.parameters()]
+        return None, *torch.autograd.grad(last, inputs, gradient)
 
 
-def midpoint(layer, x):
-    return x + layer(x + layer(x) / 2)
+def steps(layer, x):
+    for _ in range(3):
+        x = x + layer(x + layer(x) / 2)
+    return x
 
 
 class Steps(nn.Module):
     """The layer is also used ``before`` or ``after`` the steps."""
 
-    def __init__(self, n_steps, used, layer):
+    def __init__(self, used, layer):
         super().__init__()
         self.first, self.layer, self.head = nn.Linear(3, 4), layer(), nn.Linear(4, 2)
-        self.n_steps, self.used, self.is_plain = n_steps, used, False
+        self.used, self.is_plain = used, False
 
     def forward(self, x):
         x = self.first(x).tanh()
         if self.used == "before":
             x = self.layer(x)
         if self.is_plain:
-            for _ in range(self.n_steps):
-                x = midpoint(self.layer, x)
+            x = steps(self.layer, x)
         else:
-            x = Adjoint.apply(self.layer, self.n_steps, x, *self.layer.parameters())
+            x = Adjoint.apply(self.layer, x, *self.layer.parameters())
         if self.used == "after":
             x = self.layer(x)
         return self.head(x)
@@ -270,7 +259,7 @@ class Steps(nn.Module):
 )
 @pytest.mark.parametrize("used", ["before", "after", "nowhere else"])
 def test_an_operation_that_differentiates_its_own_layer(used, layer):
-    model, inputs = Steps(3, used, layer), torch.randn(4, 3)
+    model, inputs = Steps(used, layer), torch.randn(4, 3)
     model.is_plain = True
     expected = by_backward(model, inputs)
     model.is_plain = False
@@ -324,3 +313,36 @@ def test_sparse_gradients_give_what_dense_ones_do(name):
     dense, model = (SPARSE[name](k) for k in ({}, {"sparse": True}))
     model.load_state_dict(dense.state_dict())
     assert_all_give(model, inputs, by_backward(dense, inputs))
+
+
+class ScaledDotProductEfficientAttention(torch.autograd.Function):
+    """Has the name of a GPU kernel, which takes a trained bias too."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, bias):
+        weights = (q @ k.mT + bias).softmax(-1)
+        ctx.save_for_backward(q, k, v, weights)
+        return weights @ v
+
+    @staticmethod
+    def backward(ctx, up):
+        q, k, v, weights = ctx.saved_tensors
+        onto = up @ v.mT
+        onto = weights * (onto - (onto * weights).sum(-1, keepdim=True))
+        return onto @ k, onto.mT @ q, weights.mT @ up, onto
+
+
+def attended(m, x):
+    q, k, v = m.inner(x).view(len(x), 5, 3, 2, 4).permute(2, 0, 3, 1, 4)
+    bias = m.bias.weight.view(2, 5, 5).expand(len(x), -1, -1, -1)
+    mixed = ScaledDotProductEfficientAttention.apply(q, k, v, bias)
+    return m.head(mixed.transpose(1, 2).flatten(1))
+
+
+def test_a_bias_that_a_kernel_of_attention_takes_belongs_to_its_sample():
+    """The kernel is of GPUs alone; a CPU operation of the same name has its rule."""
+    parts = {"bias": lambda: nn.Embedding(10, 5), "head": lambda: nn.Linear(40, 3)}
+    model = Net(attended, {"inner": lambda: nn.Linear(6, 24), **parts})
+    inputs = torch.randn(4, 5, 6)
+    expected = by_backward(model, inputs)
+    assert assert_all_give(model, inputs, expected) is gradients_at_once

@@ -9,7 +9,14 @@ import yaml
 from refused import refused
 from workspace import REPOSITORY
 
-from trak_core.config.read_config import read_config, record_config, recorded_config, with_defaults
+from trak_core.config.read_config import (
+    read_config,
+    record_config,
+    recorded_config,
+    target_ids,
+    with_defaults,
+    with_values_read,
+)
 from trak_core.errors import InputError
 
 SCHEMA = REPOSITORY / "workflow/schemas/config.schema.yaml"
@@ -82,3 +89,49 @@ def test_what_is_no_config_is_refused(tmp_path):
     path.write_text("study: mine.py\nstdy: mine.py\n")
     with pytest.raises(InputError, match="unknown key 'stdy'"):
         read_config(path, SCHEMA)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{a: {b: 1e-3, c: 1.5, d: null, e: true, f: ''}}",
+        "{mine: {targets: [1506, '1506', patient-1]}}",
+        "[1, '2', {a: '007'}]",
+        "{a: 'b: c', d: \"[1]\"}",
+    ],
+)
+def test_values_within_config_arguments_are_read_as_in_a_file(text):
+    """Snakemake passes those of ``--config key={...}`` as text."""
+    as_text = yaml.load(text, Loader=yaml.BaseLoader)
+    config = with_values_read({"key": as_text, "other": "5"}, [f"key={text}", "other=5"])
+    assert config == {"key": yaml.safe_load(text), "other": "5"}
+
+
+def test_other_values_of_the_file_are_kept():
+    config = {"projection": {"kind": "normal", "proj_dim": "64"}, "checkpoints": {"1": "01"}}
+    merged = with_values_read(config, ["projection={proj_dim: 64}", "checkpoints={1: '01'}"])
+    assert merged == {"projection": {"kind": "normal", "proj_dim": 64}, "checkpoints": {"1": "01"}}
+
+
+def test_a_value_that_is_not_yaml_is_refused():
+    config = {"training": {"until": "2024-13-45"}}
+    with refused("config.no_yaml", "--config training: the value must be YAML"):
+        with_values_read(config, ["training={until: 2024-13-45}"])
+    with refused("config.octal", "--config training: a number must be decimal", "010", 8):
+        with_values_read(config, ["training={epochs: 010}"])
+
+
+@pytest.mark.parametrize(
+    ("written", "ids"),
+    [
+        (["12", "-3", "0"], [12, -3, 0]),
+        (["0007", "12"], ["0007", "12"]),
+        (["12", "twelve"], ["12", "twelve"]),
+        (["-0"], ["-0"]),
+        (["+1"], ["+1"]),
+    ],
+)
+def test_ids_of_a_table_are_integers_if_all_are_written_as_one_is(tmp_path, written, ids):
+    table = tmp_path / "targets.tsv"
+    table.write_text("id\n" + "\n".join(written) + "\n")
+    assert target_ids(str(table)) == ids

@@ -85,14 +85,3 @@ def test_a_copy_of_a_ready_made_studys_results_is_of_the_same_study(tmp_path, mo
         else:
             assert earlier_configs(Path("results-two"), [Path("two.yaml")], own) == []
             assert differences_of_copy(own, Path("results-two")) == []
-
-
-def test_a_copy_of_a_whole_project_is_its_own(tmp_path, monkeypatch):
-    (tmp_path / "mine").mkdir()
-    monkeypatch.chdir(tmp_path / "mine")
-    Path("one.yaml").touch()
-    record_config({"study": "s.py", "results": "results"}, Path("results"), [Path("one.yaml")])
-    shutil.copytree(tmp_path / "mine", tmp_path / "copy")
-    monkeypatch.chdir(tmp_path / "copy")
-    again = {"study": "s.py", "results": "results"}
-    assert earlier_configs(Path("results"), [Path("two.yaml")], again) == ["one.yaml"]

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 from snakemake.logging import LoggerManager
-from snakemake.settings.enums import Quietness
 from snakemake.settings.types import OutputSettings
 from snakemake_interface_logger_plugins.common import LogEvent
 from snakemake_interface_logger_plugins.registry import LoggerPluginRegistry
@@ -61,13 +60,13 @@ def said(tmp_path, monkeypatch, capsys):
     path = tmp_path / "job.log"
     failed = "64 samples at once\nError: labels must be classes.\nFound 7.\n"
 
-    def of(*, log=failed, **settings):
+    def of(*, log=failed, plugin=True):
         path.write_text(log)
         registry = LoggerPluginRegistry()
         registry.register_plugin("snakemake_logger_plugin_trak", run_log)
         logger = logging.Logger("of a run")
-        shown = {"trak": LogHandlerSettingsBase()} if settings.pop("plugin", True) else {}
-        output = OutputSettings(show_failed_logs=True, log_handler_settings=shown, **settings)
+        shown = {"trak": LogHandlerSettingsBase()} if plugin else {}
+        output = OutputSettings(show_failed_logs=True, log_handler_settings=shown)
         manager = LoggerManager(logger, output)
         manager.setup_logfile(tmp_path)
         run_of(logger, path)
@@ -107,24 +106,7 @@ def test_a_line_for_each_job_that_begins_and_the_error_of_one_that_failed(said, 
 
 
 def test_a_job_without_an_error_of_its_own_is_told_of_as_snakemake_does(said, tmp_path):
-    """One that was killed, say, for its memory."""
     shown = said(log="64 samples at once\n")[0]
     assert "Error in rule compute_scores:\n" in shown
     assert "64 samples at once" in shown
     assert "Failed: " not in shown
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"dryrun": True, "stdout": True},
-        {"verbose": True},
-        {"printshellcmds": True},
-        {"quiet": {Quietness.PROGRESS}},
-    ],
-)
-def test_whoever_says_what_to_show_is_shown_what_snakemake_shows(settings, said):
-    shown, usual = said(**settings)[0], said(**settings, plugin=False)[0]
-    # Records that reach a plugin have a message, which an error then names.
-    assert shown.replace("    message: None\n", "") == usual
-    assert "Reason: Missing output files" in shown or "quiet" in settings

@@ -105,26 +105,3 @@ def test_a_model_that_reads_numbers_gets_them(init, forward, tmp_path):
     sample = as_batch((torch.randn(1, 3), torch.tensor([1])), output)
     assert bare.count_classes(output, sample) == 2
     assert has_numbers(bare)
-
-
-def test_a_failing_model_raises_its_own_error(tmp_path):
-    code = READS_NUMBERS.format(init="pass", forward="x = x.reshape(-1, 4)")
-    output = TABLE["image_classification"].load()
-    sample = as_batch((torch.randn(1, 3), torch.tensor([1])), output)
-    messages = []
-    for model in both(tmp_path, code, "image_classification"):
-        with pytest.raises(
-            InputError, match=r"shape '.*' is invalid for input of size 3"
-        ) as raised:
-            model.count_classes(output, sample)
-        messages.append(str(raised.value))
-    assert messages[0] == messages[1]
-
-
-def test_small_checkpoints_are_read_with_numbers(tmp_path):
-    torch.save(texts.gpt2().state_dict(), tmp_path / "c0.pt")
-    assert not _is_large(tmp_path / "c0.pt")
-    with (tmp_path / "large.pt").open("wb") as file:
-        file.truncate(2**28)  # a hole: no bytes on the disk
-    assert _is_large(tmp_path / "large.pt")
-    assert _is_large(tmp_path)

@@ -17,8 +17,6 @@ from trak_core.config.bind_study_arguments import with_ready_study
 from trak_core.data.rows import read_rows
 from trak_core.ready_made.conversations import messages_in
 from trak_core.ready_made.image_folder import image_folder
-from trak_core.ready_made.language_model import language_model
-from trak_core.ready_made.text_classification import text_classification
 from trak_core.settings import TRAIN
 from trak_core.study.dataset_split import Split
 from trak_core.study.given_data import split_of_data
@@ -26,12 +24,6 @@ from trak_core.study.sample_columns import short_columns
 
 NET = "from torch import nn\n\ndef net(n=2):\n    return nn.Linear(2, n)\n"
 DATA = TensorDataset(torch.arange(12.0).view(6, 2), torch.arange(6))
-TURNS = [{"role": "user", "content": "sky"}, {"role": "assistant", "content": "blue"}]
-SYSTEM = {"role": "system", "content": "red"}
-ROLES = (
-    "{% for m in messages if m.role != 'system' %}{{ m.role }} {{ m.content }} {% endfor %}"
-    "{% if add_generation_prompt %}assistant {% endif %}"
-)
 
 
 @pytest.mark.parametrize("name", ["ID", "Id"])
@@ -130,67 +122,6 @@ def test_arrays_of_other_things_than_numbers_are_refused(kind):
             split_of_data(data, None)
 
 
-@pytest.fixture
-def weights(tmp_path):
-    pytest.importorskip("transformers", reason="with the extra `test`")
-    few_words, small = pytest.importorskip("few_words"), pytest.importorskip("texts")
-    small.gpt2().save_pretrained(tmp_path / "out")
-    made = few_words.tokenizer()
-    made.chat_template = ROLES
-    made.save_pretrained(tmp_path / "out")
-    return str(tmp_path / "out")
-
-
-def read(tmp_path, weights, row, study=language_model, **arguments):
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    return study(str(tmp_path / "rows.jsonl"), weights, **arguments).train_data()[0]
-
-
-@pytest.mark.parametrize(
-    ("row", "code", "values"),
-    [
-        ({"messages": TURNS, "prompt": "the sun"}, "two_texts", ["prompt"]),
-        ({"messages": TURNS, "completion": "sun"}, "two_texts", ["completion"]),
-        ({"prompt": "sky", "completion": "blue", "text": "sky blue"}, "two_texts", ["completion"]),
-        ({"messages": [{"role": "user", "text": "sky"}, TURNS[1]]}, "messages", ["role, text"]),
-        ({"messages": [{**TURNS[0], "content": None}, TURNS[1]]}, "messages", ["user"]),
-        ({"messages": [{**TURNS[0], "content": ["sky"]}, TURNS[1]]}, "messages", ["['sky']"]),
-        ({"messages": TURNS, "tools": "the sun"}, "messages", ["tools", "'the sun'"]),
-        ({"messages": TURNS, "chat_template_kwargs": [1]}, "messages", ["dict", "[1]"]),
-    ],
-)
-def test_texts_that_the_model_would_not_read(tmp_path, weights, row, code, values):
-    with refused(f"studies.{code}", "rows.jsonl, line 1", *values):
-        read(tmp_path, weights, row)
-
-
-def test_a_prompt_that_the_messages_have_is_read(tmp_path, weights, capsys):
-    row = {"messages": TURNS, "prompt": "sky", "completion": None}
-    alone = read(tmp_path, weights, {"messages": TURNS})
-    assert torch.equal(read(tmp_path, weights, row)["input_ids"], alone["input_ids"])
-    calls = {"role": "assistant", "content": None, "tool_calls": [{"name": "red"}]}
-    read(tmp_path, weights, {"messages": [TURNS[0], calls, *TURNS]})
-    assert "Notice" not in capsys.readouterr().err
-
-
-def test_a_message_that_the_template_leaves_out_is_reported(tmp_path, weights, capsys):
-    read(tmp_path, weights, {"messages": [SYSTEM, *TURNS]})
-    notice = (
-        "Notice: the chat template omits or changes the content of a message with the role 'system'"
-    )
-    assert notice in capsys.readouterr().err
-
-
-def test_texts_and_classes_of_a_classifier(tmp_path, weights):
-    with refused("studies.empty_text", "rows.jsonl, line 1"):
-        read(tmp_path, weights, {"text": " ", "label": 0}, text_classification)
-    with refused("studies.classes", 2, "a, b, c"):
-        read(
-            *(tmp_path, weights, {"text": "sky", "label": "a"}, text_classification),
-            classes=["a", "b", "c"],
-        )
-
-
 def test_images(tmp_path, capsys):
     (tmp_path / "net.py").write_text(NET)
     for name in ("cat/1.ppm", "dog/2.png"):
@@ -226,23 +157,13 @@ def test_a_stray_class_that_changes_the_number_of_outputs_is_named(stray, tmp_pa
         "from torch import nn\n\ndef net(n):\n"
         "    return nn.Sequential(nn.Flatten(), nn.Linear(3, n))\n"
     )
-    weights = {"1.weight": torch.zeros(2, 3), "1.bias": torch.zeros(2)}
-    torch.save(weights, "m.pt")
-    torch.save({"other": torch.zeros(2)}, "other.pt")
+    torch.save({"1.weight": torch.zeros(2, 3), "1.bias": torch.zeros(2)}, "m.pt")
     given = {"images": "images", "model": "net.py:net"}
-
-    def start(checkpoint, **more):
-        config = {"study": "image_folder", "study_arguments": given | more}
-        study, about = with_ready_study(config)["study"], {"model_output": "image_classification"}
-        preflight(Path(study), {TRAIN: None}, checkpoints={checkpoint: [None]}, **about)
-
+    study = with_ready_study({"study": "image_folder", "study_arguments": given})["study"]
+    about = {"model_output": "image_classification", "checkpoints": {"m.pt": [None]}}
     classes = f"3 classes, which come from the labels in images.* {stray!r} .1., 'a' .2., 'b' "
     with refused("study.checkpoint_keys", re.compile(classes), "(2, 3) for (3, 3)"):
-        start("m.pt")
-    with refused("study.checkpoint_keys", re.compile(r"(?s)^((?!3 classes).)*$")):
-        start("other.pt")
-    with refused("study.checkpoint_keys", re.compile(r"(?s)^((?!3 classes).)*$")):
-        start("m.pt", classes=["a", "b", stray])
+        preflight(Path(study), {TRAIN: None}, **about)
 
 
 def test_a_table_of_images_without_paths_is_named(tmp_path):

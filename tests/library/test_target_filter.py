@@ -62,13 +62,8 @@ def test_what_holds_is_what_pandas_finds(table, seed):
         *("label == True", "__import__('os').system('x') == 0", "label.real == 3", "label[0] == 3"),
         *("f'{label}' == 'x'", "(lambda: 1)() == label", "label == 3 if label else label == 2"),
         *("not label", "label == 3; output", "label == b'3'", "label == 3j", "(label := 3) == 3"),
-        *(
-            "@label == 3",
-            "label == 3\nlabel == 4",
-            "~(label == 3)",
-            "[x for x in label] == 1",
-            "\0",
-        ),
+        *("@label == 3", "label == 3\nlabel == 4", "~(label == 3)", "[x for x in label] == 1"),
+        "\0",
         "(" * 300 + "label == 3" + ")" * 300,
         *("not " * 240 + "label == 3", "label == 3 or " * 100 + "label == 3"),
     ],
@@ -83,11 +78,6 @@ def test_what_is_no_comparison_is_refused(text):
     assert "\0" not in str(refusal.value)
 
 
-def test_a_refusal_names_the_piece():
-    with refused("spec.condition", "output.max() > 2"):
-        Condition.parse("label == 3 and output.max() > 2")
-
-
 def test_columns_that_are_not_there_or_of_another_kind(table):
     condition = Condition.parse("speaker == anna or label > 2")
     assert condition.columns == ["anna", "label", "speaker"]
@@ -97,5 +87,7 @@ def test_columns_that_are_not_there_or_of_another_kind(table):
     for text in ("annotator < 3", "label in [1, 'one']", "id == label"):
         with pytest.raises(InputError, match="texts with texts"):
             Condition.parse(text).holds(columns)
+    with refused("spec.condition", "output.max() > 2"):
+        Condition.parse("label == 3 and output.max() > 2")
     with refused("spec.condition_kinds", "label == 'three'"):
         Condition.parse("label == 'three'").holds(columns)

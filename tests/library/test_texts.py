@@ -98,14 +98,6 @@ def test_each_window_is_put_back_in_order(window, batch_size):
     assert places == [(start, min(start + window, 10)) for start in starts]
 
 
-def test_the_few_that_are_looked_at_have_the_longest_and_the_shortest():
-    found = arrange(samples(3, 9, 4, 4, 8, 2, 7, 7, 5, 6), window=4)
-    places = found.few(8)
-    assert [found.lengths[i] for i in places[:2]] == [9, 2]
-    assert len(set(places)) == len(places) == 8
-    assert arrange(samples(3, 4)).few(8) == [0, 1]
-
-
 def test_shapes_are_compared_with_those_of_all_samples_before():
     """The third agrees with the first alone."""
     parts = [
@@ -126,8 +118,6 @@ def test_shapes_are_compared_with_those_of_all_samples_before():
     shapes = "(5,) in sample 0", "(4,) in sample 2"
     with refused("gradients.different_shapes", "argument 0", *shapes):
         shapes_of(images, CLASSIFICATION)
-    with refused("gradients.different_shapes", "argument 0", "(4,), (5,)"):
-        joined([image for _, image in images])
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

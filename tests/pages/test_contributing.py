@@ -22,29 +22,3 @@ def test_every_path_exists():
     placeholders = {path for path in paths if "<" in path}
     assert placeholders == {"trak_core/stages/<rule>.py"}
     assert [path for path in sorted(paths - placeholders) if not (REPOSITORY / path).exists()] == []
-
-
-def test_every_room_and_every_lane_is_on_the_map():
-    folders = {
-        f"{path.relative_to(REPOSITORY)}/"
-        for path in (*REPOSITORY.glob("trak_core/*/"), *REPOSITORY.glob("tests/*/"))
-        if path.is_dir() and path.name not in {"__pycache__", "data"}
-    }
-    assert folders - named() == set()
-
-
-def test_lanes_of_a_check_are_those_of_make():
-    (recipe,) = re.findall(r"^check:.*\n\t(.*)", (REPOSITORY / "Makefile").read_text(), flags=re.M)
-    rows = re.findall(r"^\| `(tests/\w+)/` \| .* \| (\w*) ?\|$", PAGE, flags=re.M)
-    assert {lane for lane, checked in rows if checked} == {
-        word for word in recipe.split() if word.startswith("tests/")
-    }
-
-
-def test_names_of_rules_tests_and_commands_are_true():
-    rules = "".join(path.read_text() for path in (REPOSITORY / "workflow/rules").glob("*.smk"))
-    assert "use rule compute_scores as compute_scores_pool" in rules
-    assert "def test_lists" in (REPOSITORY / "tests/library/test_artifacts.py").read_text()
-    makefile = (REPOSITORY / "Makefile").read_text()
-    for target in re.findall(r"\bmake (\w+)", PAGE):
-        assert f"\n{target}: " in makefile, target

@@ -1,7 +1,6 @@
 """The README is run: its own study, its config, its commands and the code that reads results."""
 
 import re
-import shutil
 
 import pandas as pd
 import pytest
@@ -20,23 +19,13 @@ def test_the_study_shown_is_the_one_that_is_tested():
     tested = (REPOSITORY / "tests/studies/diabetes.py").read_text()
     start = "def make_model"
     assert study.split(start)[1] == tested.split(start)[1]
-    assert len(study.splitlines()) <= 30
-
-
-def test_the_readme_is_short_and_begins_as_the_package_does():
-    lines = PAGES[0].read_text().splitlines()
-    assert len(lines) <= 110
-    assert f'description = "{" ".join(lines[2:4])}"' in (REPOSITORY / "pyproject.toml").read_text()
 
 
 def test_the_example_in_python_runs():
-    """And the page about it, in a folder of its own."""
     ((info, code),) = blocks("README.md", "In Python")
     assert info == "python"
-    assert len(code.splitlines()) <= 15
     lines = run_code(code).splitlines()
     assert lines[0].split() == ["target", "rank", "train", "score"]
-    assert len(lines) > 10
 
 
 def test_the_page_in_python(tmp_path, monkeypatch):
@@ -76,23 +65,6 @@ def test_the_page_on_many_targets(diabetes, tmp_path, monkeypatch):
     assert len(printed.splitlines()) == 7  # five training samples, a line above and one below
     assert features.stat().st_mtime_ns == before
     assert study.path("results-diabetes/scores/two-patients.h5").exists()
-
-
-def test_list_untracked_finds_what_a_removed_experiment_left(diabetes, tmp_path):
-    study = diabetes.copy(tmp_path / "study")
-    study.config["experiments"] = {"other": {"targets": ["patient-342"]}}
-    _, output = study.snakemake("--list-untracked")
-    assert "results-diabetes/scores/two-patients.h5" in output
-    assert "results-diabetes/features/run1/two-patients.h5" in output
-
-
-def test_deleting_the_scores_of_each_checkpoint_reruns_nothing(diabetes, tmp_path):
-    study = diabetes.copy(tmp_path / "study")
-    for folder in ("scores/two-patients", "features"):
-        shutil.rmtree(study.path(f"results-diabetes/{folder}"))
-        assert study.would_run("all") == {}
-    study.config["scoring"] = {"damping": 1}
-    assert study.would_run()["compute_features"] == 6
 
 
 def test_reading_the_results(tmp_path, monkeypatch):

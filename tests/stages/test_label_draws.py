@@ -239,7 +239,7 @@ def test_outputs_without_noise_are_refused(digits, tmp_path):
         Attributor(torch.nn.Linear(2, 1), "regression", label_draws=-1)
     with refused("config.label_draws", "scoring.normalize"):
         Attributor(torch.nn.Linear(2, 1), "regression", label_draws=1, normalize=True)
-    made = ModelOutput(
+    several = ModelOutput(
         read=lambda returned: (returned,),
         value=lambda read, label: read[0].sum(),
         loss_noise=lambda read, label, uniform: read,
