@@ -17,7 +17,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from multiprocessing import connection, forkserver, process, resource_tracker
+from multiprocessing import connection, forkserver, process, resource_tracker, spawn
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -67,9 +67,14 @@ def start() -> None:
         resource_tracker.ensure_running()  # Later, this would unblock the SIGINT blocked below.
         held = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         os.environ.update(scripts | NO_ARROW_THREAD | told)
+        # From Python 3.12.8 and 3.13.1 on, multiprocessing gives the server the sys.path of this
+        # process, which Snakemake has changed. The server must have the sys.path of a new Python.
+        get_preparation_data = spawn.get_preparation_data
+        spawn.get_preparation_data = lambda _name: {}
         try:
             forkserver.ensure_running()
         finally:
+            spawn.get_preparation_data = get_preparation_data
             os.environ.clear()
             os.environ.update(environment)
             signal.pthread_sigmask(signal.SIG_SETMASK, held)

@@ -172,6 +172,7 @@ def features_of(workspace, checkpoint, **more):
 
 
 @pytest.mark.filterwarnings("ignore:'torch.load' received a zip file that looks like a TorchScript")
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_bad_checkpoint(workspace, tmp_path, name):
     write, expected = CHECKPOINTS[name]

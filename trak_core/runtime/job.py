@@ -137,8 +137,25 @@ def explain_interrupts(results: str, *, is_main: bool) -> None:
         "deleted. To continue, run the same command again."
     )
 
+    def exit_without_waiting() -> None:
+        atexit._run_exitfuncs()
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(128 + signal.SIGINT)
+
+    def end_at_once(_number: int, _frame: FrameType | None) -> None:
+        # SystemExit ends Snakemake's wait and unlocks the folder. When Python exits, it calls
+        # these functions and then waits for the threads of all jobs that still run.
+        try:
+            threading._register_atexit(  # pyright: ignore[reportAttributeAccessIssue]
+                exit_without_waiting
+            )
+        except RuntimeError:  # Python is exiting: Snakemake has already unlocked the folder.
+            exit_without_waiting()
+        raise SystemExit(128 + signal.SIGINT)
+
     def end(_number: int, _frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, lambda *_: sys.exit(128 + signal.SIGINT))
+        signal.signal(signal.SIGINT, end_at_once)
         # Otherwise Snakemake would report each interrupted job as failed. The jobs' logs contain
         # the reason.
         logging.disable(logging.CRITICAL)
