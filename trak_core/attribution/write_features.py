@@ -83,10 +83,8 @@ def feature_blocks(
 
     def queued(first: int, last: int) -> QueuedFeatures:
         batch, ids = loaded.checked(samples, first, last, n_classes), samples.split.ids[first:last]
-        given, more = (loaded.output, batch), (projection, ids, compute.threads)
-        features = queued_features(
-            method, loaded.model, loaded.parameters, *given, *more, loaded.scales
-        )
+        given = loaded.model, loaded.parameters, loaded.output, batch
+        features = queued_features(method, *given, projection, ids, compute.threads, loaded.scales)
         if sampled is not None:
             sampled.add(method, loaded, batch, ids, compute.threads)
         return features
