@@ -331,3 +331,28 @@ def test_what_a_study_lacks():
         field({"id": 3, "label": 1}, "path")
     with refused("studies.package", sys.executable, "no_such_package"):
         needed("no_such_package", "language")
+
+
+def test_empty_answers_are_counted(weights, tmp_path, capsys):
+    """A template, or a chat template, adds tokens to them, so that they are not refused."""
+    empty = [{"role": "user", "content": "sky"}, {"role": "assistant", "content": ""}]
+    template = {"prompt": "{a}", "text": " {b} said"}
+    tokens = tokenizer()
+    tokens.chat_template = few_words.CHAT.replace("{{ m['role'] }}", "user").replace(
+        " {% end", " red {% end", 1
+    )
+    tokens.save_pretrained(weights)
+    for full, none, given in (
+        ({"a": "sky", "b": "blue"}, {"a": "sky", "b": " "}, template),
+        ({"text": "blue"}, {"messages": empty}, {}),
+        ({"text": "blue"}, {"messages": json.dumps(empty)}, {}),
+        ({"text": "blue"}, {"prompt": empty[:1], "text": empty[1:]}, {}),
+    ):
+        file = write(tmp_path / "rows.jsonl", [full, none, full, none])
+        study = language_model(file, str(weights), **given)
+        assert [len(study.train_data()) for _ in range(2)] == [4, 4]
+        told = capsys.readouterr().err
+        said = f"Notice: 2 of 4 training rows have an empty text, first {file}, line 2."
+        assert told.count(said) == told.count("Notice: ") == 1
+        language_model(write(tmp_path / "rows.jsonl", [full]), str(weights), **given).train_data()
+        assert "Notice" not in capsys.readouterr().err

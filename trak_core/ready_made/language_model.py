@@ -178,8 +178,25 @@ def language_model(
             return sample(row)
         return encoder(sample, rows[0], sorted(used_by(prompt, template)))(**row)
 
+    def has_empty_text(row: Mapping[str, Any]) -> bool:
+        """Return whether all fields that are explained, or the last message, are empty texts."""
+        is_chat = text is None and row.get("messages") is not None
+        given = [row.get(name) for name in (["messages"] if is_chat else used_by(template))]
+        lasts = [messages[-1] if (messages := messages_in(value)) else value for value in given]
+        parts = [
+            m.get("tool_calls") or m.get("content") if isinstance(m, dict) else m for m in lasts
+        ]
+        return all(isinstance(part, str) and not part.strip() for part in parts)
+
     def train_data() -> Rows:
         samples = Rows(rows, sample)
+        if empty := [i for i, row in enumerate(rows) if has_empty_text(row)]:
+            notify(
+                f"{len(empty)} of {len(rows)} training rows have an empty text, first "
+                f"{rows.place(empty[0])}. Only characters that the template adds are explained "
+                "there. Remove these rows if training had none of them.",
+                about="empty texts",
+            )
         if max_tokens is None:
             # The longest text is checked now, because it is the likeliest to exceed the context.
             lengths = [sum(len(str(row.get(name, ""))) for name in used) for row in rows]
