@@ -16,13 +16,15 @@ from trak_core.config.memory_needs import (
     Need,
     average_need,
     check_memory,
+    evaluation_need,
+    exact_need,
     holds_solved,
     normal_matrix_need,
     scores_need,
     weights_mb,
 )
 from trak_core.errors import InputError
-from trak_core.settings import FeaturesSpec, ScoresSpec
+from trak_core.settings import Combine, FeaturesSpec, ScoresSpec, Setting, settings_of
 from trak_core.stages.average_scores import average_scores
 from trak_core.stages.compute_scores import compute_normal_matrix, compute_scores
 
@@ -262,3 +264,57 @@ def test_peak_memory_does_not_grow_with_the_training_set(tmp_path, stages):
     small, large = peak(20_000), peak(100_000)
     # Ids, labels and outputs of 80,000 more samples need a few MiB.
     assert large - small < 40, (small, large)
+
+
+SOLVE = """
+import numpy as np
+from trak_core.attribution.solve import DampedGramian
+def solve(gramian, cross):
+    damped = DampedGramian.factorize(gramian, np.ones(len(gramian)), 2)
+    damped.similarities(cross)
+    damped.train_norm(np.ones(len(gramian)))
+solve(np.eye(50), np.ones((50, 2)))
+before = peak()
+x = np.random.default_rng(0).standard_normal((1500, 20))
+solve(x @ x.T, x @ x[:300].T)
+print(peak() - before)
+"""
+
+
+@pytest.mark.gate
+def test_exact_scores_need_the_computed_memory():
+    need = exact_need(1500, 300).fixed_bytes
+    assert 0.5 * need < printed(SOLVE) * 1024 < 1.1 * need
+
+
+MEASURE = """
+import numpy as np
+from trak_core.attribution.solve import Spectrum
+from trak_core.evaluation.subset_sums import damped_sums, weighted_sums
+rng = np.random.default_rng(0)
+def measure(k, n_train, n_targets, n_subsets, block):
+    rows = rng.standard_normal((n_train, k), dtype=np.float32)
+    before = peak()
+    masks = (rng.random((n_subsets, n_train)) < 0.5).astype(float)
+    blocks = ((i, i + block, rows[i : i + block]) for i in range(0, n_train, block))
+    squared = [np.ones(n_train)] * 7
+    sums, gramians = weighted_sums(masks, [np.ones(n_train)] * 11, blocks, squared)
+    targets = rng.standard_normal((n_targets, k))
+    for power in range(3):
+        spectrum = Spectrum.decompose(gramians[power])
+        damped_sums(sums[:3], spectrum, [0.1, 1, 2], targets)
+        spectrum.norm_products(gramians[3 + power], gramians[6])
+    return peak() - before
+measure(20, 40, 3, 4, 10)
+print(measure(1000, 2000, 50, 100, 500))
+"""
+
+
+@pytest.mark.gate
+def test_an_evaluation_needs_the_computed_memory():
+    sizes = {"proj_dim": 1000, "n_train": 2000, "n_targets": 50, "n_subsets": 100}
+    values = {"damping": [0.1, 1, 2], "loss_weight_power": [0.25, 0.5, 1], "proj_dim": [1000]}
+    settings = settings_of(values, Setting(1, 1, Combine.UNIT_AVERAGE, 1000))
+    need = evaluation_need(**sizes, n_checkpoints=1, settings=settings)
+    computed_bytes = need.fixed_bytes + 500 * need.row_bytes
+    assert 0.3 * computed_bytes < printed(MEASURE) * 1024 < computed_bytes
