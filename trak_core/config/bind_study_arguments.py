@@ -282,8 +282,9 @@ def first_checkpoint(checkpoints: Any) -> str:
     path = first.get("path") if isinstance(first, Mapping) else first
     if not isinstance(path, str):
         raise InputError(
-            "study_arguments must contain `weights`, the folder from which the model is built, or "
-            f"`checkpoints` must map ids to paths. Found checkpoints {json.dumps(checkpoints)}.",
+            "Either study_arguments must contain `weights` (the folder from which the model is "
+            "built), or `checkpoints` must map ids to paths. Found checkpoints "
+            f"{json.dumps(checkpoints)}.",
             code="config.weights",
         )
     return path

@@ -302,9 +302,9 @@ def parsed_json(line: str) -> Any:
 
 
 def as_number(value: Any) -> int | float | None:
-    """Return a finite number, or the number in a text. Return None for any other value.
+    """Return ``value`` if it is a finite number, or the number that a string spells, else None.
 
-    A text must be a decimal number in Python's notation, or true (1) or false (0), in upper or
+    A string must be a decimal number in Python's notation, or true (1) or false (0), in upper or
     lower case. Thousands separators and decimal commas are not allowed.
     """
     if isinstance(value, float):

@@ -333,7 +333,7 @@ class _Pass:
     def __init__(self, plan: Plan, consumer: Consumer, is_kept: bool):
         self.plan, self.consumer = plan, consumer
         self.is_kept = is_kept  # whether the graph outlives the pass
-        # Direct regions with several crossings: the contributions that have arrived so far.
+        # The contributions that have arrived so far, for each direct region with several crossings.
         self.uses: dict[int, list[Contribution]] = {}
         # Crossings without a closed form, with the gradients of the outputs.
         self.waiting: dict[Node, tuple[dict[int, Tensor], list[tuple[Edge, Region]]]] = {}

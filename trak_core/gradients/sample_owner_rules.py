@@ -346,8 +346,8 @@ def input_layouts(
     layouts = [_by_rule(edge, outputs) for edge in edges]
     name = name_of(edges[0].user)
     is_unknown = name not in _RULES or (name in _PROBED_WITHOUT_ANSWER and None in layouts)
-    # Probing torch's operations with parameters, such as an RNN's kernel, would not help, because
-    # they are differentiated once for each sample in any case.
+    # Operations of torch that have parameters (for example, the kernel of an RNN) are
+    # differentiated once for each sample in any case, so probing them would not help.
     has_parameters = any(leaf_of(edge.node) is not None for edge in edges)
     if is_unknown and (is_function(edges[0].user) or not has_parameters):
         return probed_layouts(edges, outputs), False

@@ -264,10 +264,10 @@ def side_by_side(experiments: Sequence[File]) -> list[dict[str, Any]]:
     """Return training samples that are prominent in several experiments, the strongest first.
 
     The strength of a sample is the sum over experiments of |score| / (the experiment's largest
-    |score|). A sample has ``id``, ``label`` and ``moved``. For each experiment in which help is
-    defined, ``moved`` contains ``harm``, ``help``, ``score`` (help minus harm) and ``stands_out``:
-    whether the sample is among the strongest samples of a shown target, or among the 100 most
-    harmful samples.
+    |score|). A sample has ``id``, ``label`` and ``moved``. ``moved`` has an entry for each
+    experiment that defines ``help``. An entry contains ``harm``, ``help``, ``score`` (``help``
+    minus ``harm``) and ``stands_out``, which is true if the sample is among the strongest samples
+    of a shown target or among the 100 most harmful samples.
     """
     experiments = [file for file in experiments if "harm" in file.tables["moved"]]
     if len(experiments) < 2:

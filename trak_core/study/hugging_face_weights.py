@@ -168,7 +168,7 @@ class Adapter:
                 texts = of_layers if key in _LAYER_SETTINGS else of_outputs
                 texts.append(f"{key} {saved[key]!r} for {mine[key]!r}")
         known = mine.keys() | _TRAINING_SETTINGS | _LAYER_SETTINGS
-        # A setting that only a newer peft knows has no effect if it is false or empty.
+        # Settings of a newer peft have no effect if they are false or empty.
         of_outputs += [
             f"{key} {value!r}, which this version of peft doesn't know: install a newer one"
             for key, value in stored.items()

@@ -106,8 +106,8 @@ def read_weights(checkpoint: Path, part: str | None = None, digest: Any = None) 
     chosen = {k.removeprefix(start): v for k, v in state.items() if k.startswith(start)}
     if part and not chosen:
         raise InputError(
-            f"{checkpoint}: a checkpoint's `state_dict` must consist of the keys that lead to the "
-            f"weights in its file, joined by dots. Found no {part}, but weights under "
+            f"{checkpoint}: the setting `state_dict` must be the path of keys to the weights in "
+            f"the file, joined by dots. Found no key {part}. There are weights under "
             f"{listed(sorted({key.split('.')[0] for key in state}))}.",
             code="study.no_such_part",
         )

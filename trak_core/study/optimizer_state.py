@@ -137,8 +137,8 @@ def _numbers(
         unknown = selected - set(given)
         if unknown or len(given) != len(flat):
             raise InputError(
-                f"{source}: the optimizer's parameters must have the names of those in the model "
-                f"from make_model(). Found no {listed(sorted(unknown))} among {listed(given)}.",
+                f"{source}: the optimizer must name its parameters as the model from make_model() "
+                f"does. Found no {listed(sorted(unknown))} among its names {listed(given)}.",
                 code="study.optimizer_names",
             )
         return dict(zip(given, flat, strict=True))

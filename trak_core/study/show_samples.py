@@ -55,7 +55,7 @@ class Words(str):
 
 
 def are_drawn(study: Study, train: Split) -> bool:
-    """Return whether the study has ``draw``, or the first training sample is an image."""
+    """Return whether the study has ``draw`` or whether the first training sample is an image."""
     return study.has("draw") or _image(train.sample(0)) is not None
 
 
