@@ -281,7 +281,7 @@ def test_a_spoilt_folder_is_refused(folder, name):
 
 
 def test_weights_without_their_folder_are_refused(saved):
-    with refused("study.checkpoint_keys", "adapter_model.safetensors"):
+    with refused("study.adapter_folder", "adapter_model.safetensors"):
         load_checkpoint(lora.adapted(lora.llama()), saved / "adapter_model.safetensors")
 
 

@@ -281,3 +281,10 @@ def test_questions_have_the_same_fields(tmp_path, second):
     (tmp_path / "asked.jsonl").write_text(f'{{"a": 1, "b": 2}}\n{second}\n')
     with refused("data.fields", f"{tmp_path}/asked.jsonl, line 2"):
         read_questions(tmp_path / "asked.jsonl")
+
+
+@pytest.mark.parametrize("text", ["a;b\n1;2\n", "a\tb\n1\t2\n", "a|b\n1|2\n"])
+def test_a_table_with_another_separator_is_refused(tmp_path, text):
+    (tmp_path / "a.csv").write_text(text)
+    with refused("data.rows", "separated by ','"):
+        list(read_rows(tmp_path / "a.csv"))

@@ -224,6 +224,10 @@ def test_images_in_folders_and_in_a_table(tmp_path):
     assert torch.equal(of_table.train_data()[0][0], torch.tensor(pixels[2]).permute(2, 0, 1) / 255)
     with refused("studies.label", "wolf", "cat, dog"):
         image_folder(str(table_file), net, classes=["cat", "dog"]).train_data()[0]
+    (tmp_path / "nets.py").write_text(f"{NET}\ndef prepared(image):\n    return 3\n")
+    other = image_folder(str(tmp_path / "images"), net, transform=f"{tmp_path}/nets.py:prepared")
+    with refused("studies.transform", "int"):
+        other.train_data()[0]
     rows = [{"path": "images/dog/3.png", "label": label} for label in (2, 10, 0)]
     numbered = image_folder(write(tmp_path / "numbers.jsonl", rows), net)
     assert [int(label) for _, label in numbered.train_data()] == [2, 10, 0]

@@ -125,9 +125,10 @@ def main(model):
         ("fit = lambda x: x.backward()", None),
     ],
 )
-def test_a_file_that_trains_when_it_is_imported_is_refused(tmp_path, last, words):
+def test_a_file_that_trains_when_it_is_imported_is_refused(tmp_path, last, words, monkeypatch):
     """A training script whose transform a config names would train in every job."""
-    path = tmp_path / "train_script.py"
+    monkeypatch.chdir(tmp_path)
+    path = Path("train_script.py")
     path.write_text(TRAINS + last + "\n")
     if words is None:
         assert Study.load(path).has("transform")

@@ -229,10 +229,7 @@ def test_texts_of_different_lengths(tmp_path, kind):
         assert_close(products[10:, 10:], drawn @ drawn.T, 1e-4)
 
 
-def test_outputs_without_noise_are_refused(digits, tmp_path):
-    spec = features_spec("loss", K, label_draws=DRAWS)
-    with refused("model.no_loss_noise"):
-        computed(tmp_path / "a.h5", digits.path, digits.checkpoints["c0"], spec)
+def test_outputs_without_noise_are_refused():
     with refused("config.label_draws", "loss", "text_classification"):
         Attributor(torch.nn.Linear(2, 1), "loss", label_draws=1)
     with refused("config.label_draws", "Found -1"):

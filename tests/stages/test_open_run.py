@@ -62,7 +62,7 @@ def test_experiments_and_errors_for_unknown_names(opened):
     with refused("artifacts.no_experiment", "other", "mine"):
         results.scores("other")
     scores = results.scores("mine")
-    with refused("artifacts.no_sample", "'target-9'", 30):
+    with refused("artifacts.no_sample", "'target-9'"):
         scores.of_train("target-9")
     if scores.read_matrix:
         assert scores.frame.equals(matrix)

@@ -143,6 +143,7 @@ def hold_one(names: tuple[str, ...]) -> int:
             except BlockingIOError:
                 os.close(descriptor)
             except OSError as error:
+                os.close(descriptor)
                 raise InputError(
                     f"{folder}: the folder for temporary files must be on a disk that supports "
                     f"file locks, which jobs need to share GPUs. Found {error.strerror}. Set "

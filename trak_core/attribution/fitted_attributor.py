@@ -217,6 +217,10 @@ class FittedAttributor(ABC):
         return dict.fromkeys(FeaturesSpec.LEFT_OUT) | loaded.file_spec(own, projection)
 
     def _score(self, targets: Split, *, keep: str, top: int) -> Scores:
+        if keep not in {"full", "top_k"}:
+            raise InputError(
+                f"`keep` must be full or top_k. Found {keep!r}.", code="attribution.scoring"
+            )
         n_steps = len(targets.ids) if self._is_projected else len(self._train.ids)
         with ExitStack() as stack, self._at_work():
             with progress_bar("score", len(self.checkpoints) * n_steps) as bar, bar.counting():

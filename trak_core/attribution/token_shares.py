@@ -147,8 +147,10 @@ class Shares:
         step = max(1, PIECE // parameter.numel())
         for start in range(0, len(used), step):
             chunk = self._directions.rows_of(parameter, used[start : start + step])
-            (pairs,) = torch.where((indices >= start) & (indices < start + step))
-            groups, in_chunk = self._pairs.groups(pairs), indices[pairs] - start
+            pairs, groups, in_chunk = slice(None), self._groups, indices
+            if step < len(used):  # Otherwise a GPU need not be awaited.
+                (pairs,) = torch.where((indices >= start) & (indices < start + step))
+                groups, in_chunk = self._pairs.groups(pairs), indices[pairs] - start
             for first, inner in self._parts(uses, shape):
                 shares = [inner(b, chunk[in_chunk[rows]]) for b, rows in groups]
                 self._add_shares(first, torch.cat(shares), number, pairs)

@@ -1,10 +1,9 @@
 """Compute the features of samples for one checkpoint, in memory or in a file."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -100,11 +99,20 @@ def feature_blocks(
 def _awaited(
     chunks: Iterable[tuple[int, int, QueuedFeatures]],
 ) -> Iterator[tuple[int, int, list[Tensor]]]:
-    """Yield features as tensors. Each batch is awaited after a GPU has got the next one."""
-    end: Any = None
-    for (start, stop, features), _ in pairwise(chain(chunks, [end])):
+    """Yield features as tensors. On a GPU, each batch is awaited after the next one is queued."""
+    queue: deque[tuple[int, int, QueuedFeatures]] = deque()
+
+    def first() -> tuple[int, int, list[Tensor]]:
+        start, stop, features = queue.popleft()
         rows, columns = features.wait()
-        yield start, stop, [torch.from_numpy(rows), *columns]
+        return start, stop, [torch.from_numpy(rows), *columns]
+
+    for chunk in chunks:
+        queue.append(chunk)
+        if len(queue) > 1 or chunk[2].event is None:
+            yield first()
+    if queue:
+        yield first()
 
 
 def write_features(

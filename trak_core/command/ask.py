@@ -61,7 +61,12 @@ def ask(words: Sequence[str]) -> None:
     parser.add_argument("--tokens", action="store_true", help="show scores by token, in colours")
     parser.add_argument("--csv", type=Path, help="write a table of all answers")
     parser.add_argument("--html", type=Path, help="write a page of all answers")
-    asked = parser.parse_args(words)
+    asked, others = parser.parse_known_args(words)
+    if others:
+        parser.error(
+            f"unrecognized arguments: {' '.join(others)}. Lines are read from standard input: "
+            f"echo ... | trak ask {asked.config}"
+        )
     if asked.label is not None and not asked.target:
         parser.error("--label needs --target; a line contains its label")
     check_config_file("ask", asked.config)

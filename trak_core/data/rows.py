@@ -259,6 +259,13 @@ def _rows_of_table(text: str, separator: str) -> Iterator[tuple[int, dict[str, s
                 spaced = [name for name in header if name != name.strip()]
                 if spaced:
                     raise ValueError(f"the field name {spaced[0]!r} begins or ends with a space")
+                others = [mark for mark in ";,\t|" if mark != separator and mark in header[0]]
+                if len(header) == 1 and others:
+                    raise ValueError(
+                        f"the header has only one cell, {header[0][:80]!r}. Cells must be "
+                        f"separated by {separator!r}, but these seem to be separated by "
+                        f"{others[0]!r}"
+                    )
             elif cells:
                 if len(cells) != len(header):
                     n = f"{len(cells)} cell{'s' * (len(cells) != 1)}"

@@ -215,7 +215,8 @@ def joined(batches: Sequence[Batch]) -> Batch:
 def _padded_cat(tensors: Sequence[Tensor], longest: int | None, filling: int = 0) -> Tensor:
     """Concatenate tensors (samples, ...), padded to ``longest`` in dimension 1 if it is given."""
     if longest is not None:
-        margins = [(0, 0) * (x.ndim - 2) + (0, longest - x.shape[1]) for x in tensors]
+        # ``pad`` would crop for a negative margin, where ``cat`` or the model raises an error.
+        margins = [(0, 0) * (x.ndim - 2) + (0, max(0, longest - x.shape[1])) for x in tensors]
         tensors = [pad(x, at, value=filling) for x, at in zip(tensors, margins, strict=True)]
     return torch.cat(list(tensors))
 

@@ -98,6 +98,12 @@ def image_folder(
                     code="studies.image_frames",
                 )
             pixels = prepared(image.convert("RGB"))
+        if not isinstance(pixels, Tensor):
+            raise InputError(
+                "study_arguments: transform must return a tensor. Found "
+                f"{type(pixels).__name__}. torch.from_numpy converts a NumPy array to a tensor.",
+                code="studies.transform",
+            )
         return pixels, torch.tensor(numbers[name])
 
     def as_read(sample: tuple[Tensor, Tensor]) -> str:

@@ -186,7 +186,7 @@ def _read_config(path: Path, own: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         if stored["peft_type"] != own.peft_type.value:
             raise ValueError(
                 f"it is of the kind {stored['peft_type']}, but make_model() builds one of the kind "
-                f"{own.peft_type.value}"
+                f"{own.peft_type.value}. Build the model with PeftConfig.from_pretrained(folder)"
             )
         with warnings.catch_warnings(action="ignore"):  # peft warns about unknown settings.
             return stored, PeftConfig.from_peft_type(**stored).to_dict()

@@ -6,6 +6,7 @@ to samples. The field ``id`` of a row is the sample's id. Without this field, sa
 from 0.
 """
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -92,7 +93,9 @@ def encoded_line(
     fields = {key: value for key, value in line.items() if key != "id"}
     (own_id,) = checked_ids([line.get("id", number)], 1, "The field id of a line")
     encode = study.function("encode")
-    with users_code(f"{study.path}: encode() of {shortened(fields)},"):
+    # A line that is no JSON object has the field `text`, which the study may not take.
+    call = f"encode{inspect.signature(encode)}"
+    with users_code(f"{study.path}: {call} of the line's fields {shortened(fields)},"):
         sample = encode(**fields)
     return own_id, sample, {k: v for k, v in fields.items() if k not in study.fields_read}
 

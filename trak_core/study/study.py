@@ -61,13 +61,15 @@ _SHOWN = 400  # The number of characters shown from either end of a long text.
 @contextmanager
 def _training_refused(path: Path) -> Generator[None, None, None]:
     """Raise an error if ``backward()`` is called in the context, while ``path`` is imported."""
+    file = path.absolute()  # as in frames; the import may change the working folder
 
     def refuse(*_args: Any, **_kwargs: Any) -> None:
-        line = next(f.lineno for f in traceback.extract_stack() if f.filename == str(path))
+        lines = (f.lineno for f in traceback.extract_stack() if Path(f.filename) == file)
+        line = next(lines, None)  # None in a thread of its own
         raise InputError(
             f"{path}: the file must not train when it is imported, because every job imports it. "
-            f"Found that line {line} leads to a call of backward(). Put the training under "
-            '`if __name__ == "__main__":`.',
+            f"Found that {'it' if line is None else f'line {line}'} leads to a call of backward(). "
+            'Put the training under `if __name__ == "__main__":`.',
             code="study.trains",
         )
 

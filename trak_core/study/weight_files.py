@@ -202,6 +202,12 @@ def weight_files(checkpoint: Path) -> tuple[list[Path], Path | None]:
             f"{checkpoint}: a checkpoint must exist. Found nothing there.", code="study.no_weights"
         )
     if not checkpoint.is_dir():
+        if checkpoint.name in ADAPTER_WEIGHTS:
+            raise InputError(
+                f"{checkpoint}: a checkpoint of an adapter must be the folder that also contains "
+                f"{ADAPTER_CONFIG}. Found its file of weights.",
+                code="study.adapter_folder",
+            )
         return [checkpoint], None
     whole, adapter, config = (
         next((checkpoint / name for name in names if (checkpoint / name).is_file()), None)
