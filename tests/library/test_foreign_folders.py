@@ -7,6 +7,7 @@ from refused import refused
 
 from trak_core.ready_made.language_model import language_model
 from trak_core.ready_made.text_classification import text_classification
+from trak_core.study.load_checkpoint import check_checkpoint, load_checkpoint
 
 transformers = pytest.importorskip("transformers", reason="with the extra `test`")
 few_words, small = pytest.importorskip("few_words"), pytest.importorskip("texts")
@@ -24,6 +25,22 @@ def folder(tmp_path, monkeypatch):
     (path / "code.py").write_text("open('ran', 'w')\n")
     yield path
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_config_that_weights_do_not_show_is_told(tmp_path, capsys):
+    """The number of heads changes no shape. Dropout and the name of a folder change no output."""
+    model = small.gpt2()
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    change(file, resid_pdrop=0.5, _name_or_path="elsewhere", use_cache=False, pad_token_id=3)
+    load_checkpoint(model, tmp_path)
+    assert check_checkpoint(model, tmp_path)[1] == ""
+    assert "Notice" not in capsys.readouterr().out
+    change(file, n_head=2 * model.config.n_head)
+    load_checkpoint(model, tmp_path)
+    told = f"n_head {2 * model.config.n_head} for {model.config.n_head}"
+    assert told in capsys.readouterr().out
+    assert told in check_checkpoint(model, tmp_path)[1]
 
 
 def change(path, **more):

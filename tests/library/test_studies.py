@@ -271,6 +271,8 @@ def test_what_a_line_lacks_is_said(weights, tmp_path):
         images.encode(text="images/cat/1.png")
     with refused("studies.line", "no label", example):
         images.encode(path="images/cat/1.png")
+    with refused("studies.image_file", "none.png"):
+        images.encode(path="none.png", label="cat")
     with refused("studies.label", "wolf", "cat"):
         images.encode(path="images/cat/1.png", label="wolf")
     assert int(images.encode(path="images/cat/1.png", label="cat")[1]) == 0
@@ -358,5 +360,7 @@ def test_empty_answers_are_counted(weights, tmp_path, capsys):
         told = capsys.readouterr().err
         said = f"Notice: 2 of 4 training rows have an empty text, first {file}, line 2."
         assert told.count(said) == told.count("Notice: ") == 1
+        study.encode(**none)
+        assert "an asked text is empty" in capsys.readouterr().err
         language_model(write(tmp_path / "rows.jsonl", [full]), str(weights), **given).train_data()
         assert "Notice" not in capsys.readouterr().err

@@ -83,7 +83,14 @@ def image_folder(
                 f"{row['path']}.",
                 code="studies.label",
             )
-        with Image.open(row["path"]) as image:
+        try:
+            opened = Image.open(row["path"])
+        except OSError as error:
+            raise InputError(
+                f"An image must be a file that PIL can read. Found {error}.",
+                code="studies.image_file",
+            ) from error
+        with opened as image:
             if image.mode.startswith(("I", "F")):
                 raise InputError(
                     "An image must have 8 bits per channel, because PIL clips larger values to "

@@ -173,11 +173,6 @@ def language_model(
             )
         return {"input_ids": input_ids, "labels": labels}
 
-    def encode(**row: Any) -> dict[str, Tensor]:
-        if text is None and row.get("messages") is not None:
-            return sample(row)
-        return encoder(sample, rows[0], sorted(used_by(prompt, template)))(**row)
-
     def has_empty_text(row: Mapping[str, Any]) -> bool:
         """Return whether all fields that are explained, or the last message, are empty texts."""
         is_chat = text is None and row.get("messages") is not None
@@ -187,6 +182,17 @@ def language_model(
             m.get("tool_calls") or m.get("content") if isinstance(m, dict) else m for m in lasts
         ]
         return all(isinstance(part, str) and not part.strip() for part in parts)
+
+    def encode(**row: Any) -> dict[str, Tensor]:
+        if has_empty_text(row):
+            notify(
+                f"an asked text is empty: {shortened(row)}. Only characters that the template adds "
+                "are explained.",
+                about="an empty asked text",
+            )
+        if text is None and row.get("messages") is not None:
+            return sample(row)
+        return encoder(sample, rows[0], sorted(used_by(prompt, template)))(**row)
 
     def train_data() -> Rows:
         samples = Rows(rows, sample)

@@ -28,6 +28,39 @@ from torch import Tensor, nn
 from trak_core.errors import InputError, listed
 from trak_core.settings import ADAPTER_CONFIG
 
+# Settings of a config that do not change outputs in evaluation mode.
+_WITHOUT_EFFECT = re.compile(
+    r"^_|drop|_token_id$|^(architectures|(torch_)?dtype|problem_type|transformers_version|use_cache)$"
+)
+
+
+def config_notice(model: nn.Module, folder: Path) -> str:
+    """Return a notice if a folder's ``config.json`` differs from the config of the model, else "".
+
+    Weights also fit a model with, for example, another number of attention heads.
+    """
+    library: Any = sys.modules.get("transformers")
+    file = folder / "config.json"
+    if library is None or not isinstance(model, library.PreTrainedModel) or not file.is_file():
+        return ""
+    config: Any = model.config
+    try:
+        stored = type(config).from_dict(json.loads(file.read_text(encoding="utf-8")))
+    except Exception:  # transformers raises errors of any kind for the config of another model.
+        return ""
+    own, saved = config.to_dict(), stored.to_dict()
+    differ = [
+        f"{key} {saved[key]!r} for {own.get(key)!r}"
+        for key in sorted(saved)
+        if saved[key] != own.get(key) and not _WITHOUT_EFFECT.search(key)
+    ]
+    if not differ:
+        return ""
+    return (
+        f"config.json has {listed(differ)} in the model that the study builds. The settings of the "
+        "model are used. If training used those of config.json, build the model from this folder."
+    )
+
 
 def renamed(
     model: nn.Module, state: Mapping[str, Tensor]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trak_core.errors import InputError, listed
 from trak_core.runtime.progress import print_line
 from trak_core.settings import ADAPTER_CONFIG
-from trak_core.study.hugging_face_weights import Adapter
+from trak_core.study.hugging_face_weights import Adapter, config_notice
 from trak_core.study.match_state_dict import Fit, in_words, match_state_dict, misfits_of
 from trak_core.study.skip_init import built_without_draws
 from trak_core.study.weight_files import (
@@ -222,8 +222,8 @@ def load_checkpoint(model: nn.Module, checkpoint: Path, part: str | None = None)
     digest, source, before = hashlib.sha256(), str(checkpoint), _stamps(checkpoint)
     weights = read_weights(checkpoint, part, digest)
     sha256 = digest.hexdigest()
-    if weights.notice:
-        print_line(f"Notice: {checkpoint}: {weights.notice}")
+    for notice in filter(None, (weights.notice, config_notice(model, checkpoint))):
+        print_line(f"Notice: {checkpoint}: {notice}")
     if not (checkpoint / ADAPTER_CONFIG).is_file():
         fit = match_state_dict(model, weights.state, source, weights.within)
         pieces = [fit.weights]
@@ -298,8 +298,8 @@ def check_checkpoint(
     """Run those checks of ``load_checkpoint`` that read no values and compute no checksums.
 
     Returns:
-        Whether transformers renames weights, which needs a second copy, and the notice of
-        ``Weights``.
+        Whether transformers renames weights, which needs a second copy, and the notices of
+        ``Weights`` and of ``config_notice``.
     """
     weights = read_weights(checkpoint, part)
     if (checkpoint / ADAPTER_CONFIG).is_file():
@@ -307,7 +307,8 @@ def check_checkpoint(
         return False, ""
     without_numbers = {key: value.to("meta") for key, value in weights.state.items()}
     fit = match_state_dict(model, without_numbers, str(checkpoint), weights.within)
-    return fit.names is None, weights.notice
+    notices = weights.notice, config_notice(model, checkpoint)
+    return fit.names is None, " ".join(filter(None, notices))
 
 
 def _fitting_adapter(model: nn.Module, state: Mapping[str, Tensor], folder: Path) -> Adapter:
