@@ -10,7 +10,6 @@ from scipy.linalg.blas import dsyrk  # pyright: ignore[reportAttributeAccessIssu
 from torch import Tensor
 
 from trak_core.attribution.loaded_model import LoadedModel
-from trak_core.attribution.project_gradients import queued_features
 from trak_core.attribution.solve import fill_upper
 from trak_core.errors import InputError
 from trak_core.gradients import Batch, GradientMethod, in_evaluation_mode
@@ -122,6 +121,9 @@ class SampledNormal:
         threads: int,
     ) -> None:
         """Add the terms of a batch. If an error is raised, the sum is unchanged."""
+        # Imported here, because exact scores draw labels but do not need numba.
+        from trak_core.attribution.project_gradients import queued_features
+
         given, more = (loaded.model, loaded.parameters), (self.projection, ids, threads)
         parts = [
             queued_features(method, *given, *labelled, *more, loaded.scales).wait()[0]

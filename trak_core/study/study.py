@@ -133,8 +133,10 @@ class Study:
         """Return one of the study's functions, or raise an InputError if it is missing."""
         function = getattr(self.module, name, None)
         if not callable(function):
+            own = [key for key, value in vars(self.module).items() if inspect.isfunction(value)]
             raise InputError(
-                f"{self.path}: the study must define a function {name}(). Found none.",
+                f"{self.path}: the study must define a function {name}(). Found "
+                f"{', '.join(own) or 'no functions'}.",
                 code="study.no_function",
             )
         return function
@@ -300,7 +302,7 @@ def models_along(
     passed: list[str] = []
     with closing(_steps(study, arguments)) as steps:
         for at, model in steps:
-            passed.append(repr(at))
+            passed.append(f"{at:g}")
             if at == remaining[0]:
                 yield remaining.pop(0), _checked(study, arguments, model)
             if not remaining:
