@@ -16,7 +16,11 @@ from trak_core.config.results_owner import begin_run, differences_of_copy, resul
 from trak_core.config.specs_from_config import specs_of
 from trak_core.errors import InputError
 from trak_core.dependency_digests import mentions, stage_digest
-from trak_core.runtime.files import CONFIG_RECORD, lock_tables_where_possible, read_record
+from trak_core.runtime.files import (
+    CONFIG_RECORD,
+    lock_tables_where_possible,
+    read_record,
+)
 from trak_core.runtime.job import explain_interrupts, export_library_path, stage_module
 
 # Jobs are separate processes. They import the same trak_core as this file.
