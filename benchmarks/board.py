@@ -48,7 +48,7 @@ _LEAST, _FEWEST = 0.8, 4
 
 @dataclass(frozen=True)
 class Row:
-    """The LDS of one method for one kind of subsets, and its difference from ``beside``'s LDS."""
+    """The LDS of a method for a kind of subsets, and its difference from the baseline's."""
 
     scores: str
     drops: str
@@ -158,11 +158,11 @@ def truths(folder: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 def table(
     scores: Mapping[str, np.ndarray],
     known: Mapping[str, tuple[np.ndarray, np.ndarray]],
-    beside: str = OURS,
+    baseline: str = OURS,
 ) -> list[Row]:
     """Return a row for each set of scores and each kind of drops."""
     names, rows = list(scores), []
-    ours = names.index(beside)
+    ours = names.index(baseline)
     for drops, (masks, outputs) in known.items():
         sums = [masks @ scores[name] for name in names]
         mean = outputs.mean(axis=0)
@@ -211,7 +211,7 @@ def main() -> None:
     parser.add_argument("--peers", type=Path, help="other packages' environments, by name")
     parser.add_argument("--draws", type=int, nargs="*", default=[], help="numbers of drawn labels")
     parser.add_argument("--dampings", type=float, nargs="*", default=[1], help="of these rows")
-    parser.add_argument("--beside", default=OURS, help="compare other methods with this one")
+    parser.add_argument("--baseline", default=OURS, help="the method to compare others with")
     parser.add_argument("--csv", type=Path, help="also write the table here")
     asked = parser.parse_args()
     size = replace(SIZES[asked.size], seed=asked.seed)
@@ -226,12 +226,12 @@ def main() -> None:
     scores |= drawn_scores(about, asked.folder, asked.draws, asked.dampings)
     scores |= rivals_scores(asked.folder, asked.peers, size.texts, size.questions)
     known = truths(asked.folder)
-    if asked.beside not in scores:
-        sys.exit(f"--beside must be one of {list(scores)}, but it is {asked.beside!r}")
-    rows = table(scores, known, beside=asked.beside)
+    if asked.baseline not in scores:
+        sys.exit(f"--baseline must be one of {list(scores)}, but it is {asked.baseline!r}")
+    rows = table(scores, known, baseline=asked.baseline)
     if not rows:
         sys.exit("no kind of drops has enough trainings yet: run this again with more --hours")
-    print(f"ours: {asked.beside}")
+    print(f"baseline: {asked.baseline}")
     show(rows)
     if asked.csv is not None:
         write_csv(asked.csv, rows, machine)

@@ -56,7 +56,7 @@ class Row:
     lds: float
     lds_low: float
     lds_high: float
-    beside: str
+    baseline: str
     mrr_more: float
     mrr_more_low: float
     mrr_more_high: float
@@ -144,7 +144,7 @@ def table(study: Study, scored: list[Scored], truth: GroundTruth) -> tuple[list[
     names, names_of_cells = [one.way for one in scored], [field.name for field in fields(Row)]
     rows = []
     for i, one in enumerate(scored):
-        other = names.index(one.beside)
+        other = names.index(one.baseline)
         values = [
             *reciprocal[i].mean(axis=0),
             reciprocal[i].mean(),
@@ -161,7 +161,7 @@ def table(study: Study, scored: list[Scored], truth: GroundTruth) -> tuple[list[
             *np.transpose(interval(lds_drawn[:, [i]] - lds_drawn[:, [other]], axis=0))[0],
         ]
         first, second = ([round(float(x), 4) for x in part] for part in (values, more))
-        cells: list[Any] = [one.way, *first, one.beside, *second]
+        cells: list[Any] = [one.way, *first, one.baseline, *second]
         rows.append(Row(**dict(zip(names_of_cells, cells, strict=True))))
     return rows, np.transpose(interval(lds_drawn, axis=0))[-1]
 
@@ -195,7 +195,9 @@ def main() -> None:
                 f"{kind}, trained on {name}: median loss of the answer {np.median(own):.2f} nats, "
                 f"probability above a half for {(own < np.log(2)).mean():.0%}"
             )
-    print("| way | copy | reworded | renamed | MRR | in 10 | LDS | beside | MRR more | LDS more |")
+    print(
+        "| way | copy | reworded | renamed | MRR | in 10 | LDS | baseline | MRR more | LDS more |"
+    )
     print("|---|---|---|---|---|---|---|---|---|---|")
     for row in rows:
         each = " | ".join(
@@ -204,7 +206,7 @@ def main() -> None:
         print(
             f"| {row.way} | {each} | {row.mrr:.2f} ({row.mrr_low:.2f} to {row.mrr_high:.2f}) | "
             f"{row.found_in_10:.2f} | {row.lds:.2f} ({row.lds_low:.2f} to {row.lds_high:.2f}) | "
-            f"{row.beside} | {row.mrr_more:+.2f} ({row.mrr_more_low:+.2f} to "
+            f"{row.baseline} | {row.mrr_more:+.2f} ({row.mrr_more_low:+.2f} to "
             f"{row.mrr_more_high:+.2f}) | {row.lds_more:+.2f} ({row.lds_more_low:+.2f} to "
             f"{row.lds_more_high:+.2f}) |"
         )

@@ -212,7 +212,7 @@ class Scored:
 
     way: str
     scores: np.ndarray
-    beside: str = TRAK
+    baseline: str = TRAK
 
 
 @dataclass(frozen=True)
@@ -377,9 +377,9 @@ def ways(study: Study, made: Mapping[tuple[int, int], Products]) -> list[Scored]
             "last block": exact(Way(damping), "attention 1", "MLP 1"),
             "all words of the question": exact(Way(damping, all_words=True)),
         }
-        beside = f"TRAK, {damping:g}"
+        baseline = f"TRAK, {damping:g}"
         found += [
-            Scored(f"{name}, {damping:g}", mean(one), beside) for name, one in options.items()
+            Scored(f"{name}, {damping:g}", mean(one), baseline) for name, one in options.items()
         ]
     return [
         *found,

@@ -1,6 +1,7 @@
 """How many samples fit into memory, and what happens when they don't."""
 
 import gc
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -11,10 +12,12 @@ from torch import nn
 from trak_core.gradients.batch_size import (
     MemoryByLength,
     TooMuchMemoryError,
+    budget_bytes,
     in_chunks,
     sample_memory,
 )
 from trak_core.gradients.differentiable_model import select_parameters
+from trak_core.gradients.gradient_terms import piece_on
 from trak_core.model_outputs.supervised import CLASSIFICATION
 
 CPU = torch.device("cpu")
@@ -88,3 +91,16 @@ def test_formed_gradients_of_a_computed_weight_count_as_memory():
     batch = (torch.randn(4, 50), torch.tensor([0, 1, 2, 0]))
     found = sample_memory(normed, select_parameters(normed, None), CLASSIFICATION, batch)
     assert found.activation_bytes > 2 * 4 * 50 * 40
+
+
+@pytest.mark.parametrize(("memory_gib", "piece_mib"), [(4, 128), (16, 128), (80, 640), (139, 1112)])
+def test_a_budget_leaves_a_gpu_room_for_its_larger_pieces(memory_gib, piece_mib, monkeypatch):
+    """Three copies of a piece of gradients, and four of a piece of logits."""
+    n_bytes, device = memory_gib * 2**30, torch.device("cuda")
+    properties = SimpleNamespace(total_memory=n_bytes)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (n_bytes, n_bytes))
+    assert 4 * piece_on(device) == piece_mib * 2**20
+    held = budget_bytes(device, 500) + 7 * (piece_mib - 16) * 2**20
+    assert held == n_bytes * 4 // 5
+    assert budget_bytes(torch.device("cpu"), 500) == 500 * 2**20

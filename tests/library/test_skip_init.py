@@ -185,7 +185,7 @@ class OwnWay(Base):
 
 @pytest.mark.parametrize(("make", "file"), [(OwnWay, "a.pt"), (Base, "adapter")])
 def test_a_model_that_a_checkpoint_does_not_fill_is_drawn(make, file, tmp_path):
-    """Because it loads in its own way, or because an adapter leaves most weights as they are."""
+    """A model with its own way of loading, and an adapter, do not replace all initial weights."""
     torch.save(Base().state_dict(), tmp_path / "a.pt")
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter/adapter_config.json").write_text("{}")

@@ -115,9 +115,10 @@ def run_stages(
     output_words: dict | None = None,
     **settings,
 ) -> Path:
-    """Return the scores file; ``made`` is a run whose features are taken as they are.
+    """Run the stages, and return the path of the scores file.
 
-    ``settings`` are those of ``scores_spec``.
+    If ``made`` is the folder of another run, its features are used instead of new ones.
+    ``settings`` are the arguments of ``scores_spec``.
     """
     job = {"code": "code", "memory_mb": memory_mb}
     spec = scores_spec(checkpoints, targets, **settings)

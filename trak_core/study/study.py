@@ -133,7 +133,11 @@ class Study:
         """Return one of the study's functions, or raise an InputError if it is missing."""
         function = getattr(self.module, name, None)
         if not callable(function):
-            own = [key for key, value in vars(self.module).items() if inspect.isfunction(value)]
+            own = [
+                key
+                for key, value in vars(self.module).items()
+                if inspect.isfunction(value) and value.__module__ == self.module.__name__
+            ]
             raise InputError(
                 f"{self.path}: the study must define a function {name}(). Found "
                 f"{', '.join(own) or 'no functions'}.",
