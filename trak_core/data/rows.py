@@ -118,8 +118,8 @@ class RowFile(Sequence[dict[str, Any]]):
             kind = type(value)
             if kind not in {int, str} or kind is not type(ids[0]) or value == "":
                 raise InputError(
-                    f"{self.place(index)}: `id` must be an integer in every row, a text in every row, "
-                    f"or missing in every row. Found {value!r}. The first id is {ids[0]!r}.",
+                    f"{self.place(index)}: `id` must be an integer in every row, a text in every "
+                    f"row, or missing in every row. Found {value!r}. The first id is {ids[0]!r}.",
                     code="data.mixed_ids",
                 )
             before = first.setdefault(value, index)
