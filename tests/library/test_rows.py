@@ -10,9 +10,10 @@ from refused import refused
 
 from trak_core.data.rows import as_number, class_number, parsed_json, read_rows
 from trak_core.errors import InputError
-from trak_core.ready_made.ready_study import columns_from, filled_in
+from trak_core.ready_made.ready_study import filled_in
 from trak_core.study.dataset_split import checked_ids
 from trak_core.study.read_targets import read_questions
+from trak_core.study.sample_columns import columns_from
 
 # What type guessing changes: zeros, decimals, exponents, truths, missing values, dates, spaces.
 AS_WRITTEN = [

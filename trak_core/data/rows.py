@@ -11,7 +11,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,6 +130,24 @@ class RowFile(Sequence[dict[str, Any]]):
                     code="data.repeated_id",
                 )
         return ids
+
+
+@dataclass(frozen=True, slots=True)
+class RowSamples(Sequence[Any]):
+    """Samples that ``sample`` converts from rows on access. Errors name the place of the row."""
+
+    rows: RowFile
+    sample: Callable[[dict[str, Any]], Any]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        index = range(len(self))[index]
+        try:
+            return self.sample(self.rows[index])
+        except InputError as error:
+            raise InputError(f"{self.rows.place(index)}: {error}", error.code) from error
 
 
 def read_rows(path: str | Path) -> RowFile:

@@ -13,18 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trak_core.data.rows import RowFile, as_number, class_number, read_rows
+from trak_core.data.rows import RowFile, RowSamples, as_number, class_number, read_rows
 from trak_core.errors import InputError, listed
 from trak_core.ready_made.ready_study import (
     ReadyStudy,
-    Rows,
     class_numbers,
-    columns_from,
     encoder,
     field,
     function_at,
     needed,
 )
+from trak_core.study.sample_columns import columns_from
 
 _SUFFIXES = frozenset({
     *(".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
@@ -127,9 +126,9 @@ def image_folder(
             "RGB to a tensor, as in evaluation. (image.convert('L') returns one channel.)"
         ),
         make_model=lambda: _network(model, len(names)),
-        train_data=lambda: Rows(rows, sample),
+        train_data=lambda: RowSamples(rows, sample),
         train_ids=rows.ids,
-        target_data=lambda: Rows(target_rows, sample),
+        target_data=lambda: RowSamples(target_rows, sample),
         target_ids=target_rows.ids,
         encode=encoder(
             sample, {"path": "new/17.png", "label": names[0]}, ("path", "label"), "label"
@@ -253,7 +252,7 @@ def _rows(images: Path) -> RowFile:
         ]
         return RowFile(images, entries, ())
     rows = read_rows(images)
-    entries = Rows(rows, lambda row: {**row, "path": str(images.parent / field(row, "path"))})
+    entries = RowSamples(rows, lambda row: {**row, "path": str(images.parent / field(row, "path"))})
     return replace(rows, rows=[*entries])
 
 

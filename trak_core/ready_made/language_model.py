@@ -13,13 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trak_core.data.rows import RowFile, read_rows, shortened
+from trak_core.data.rows import RowFile, RowSamples, read_rows, shortened
 from trak_core.errors import InputError
 from trak_core.ready_made.conversations import ROW_ARGUMENTS, chat_texts, messages_in
 from trak_core.ready_made.ready_study import (
     ReadyStudy,
-    Rows,
-    columns_from,
     decoded_tokens,
     encoder,
     filled_in,
@@ -27,6 +25,7 @@ from trak_core.ready_made.ready_study import (
     used_by,
 )
 from trak_core.settings import ADAPTER_CONFIG
+from trak_core.study.sample_columns import columns_from
 from trak_core.study.weight_files import refuse_quantized
 
 # A field whose name is at least this similar to "prompt" is treated as a misspelling of "prompt".
@@ -194,8 +193,8 @@ def language_model(
             return sample(row)
         return encoder(sample, rows[0], sorted(used_by(prompt, template)))(**row)
 
-    def train_data() -> Rows:
-        samples = Rows(rows, sample)
+    def train_data() -> RowSamples:
+        samples = RowSamples(rows, sample)
         if empty := [i for i, row in enumerate(rows) if has_empty_text(row)]:
             notify(
                 f"{len(empty)} of {len(rows)} training rows have an empty text, first "
@@ -240,7 +239,7 @@ def language_model(
         make_model=lambda: _model(folder),
         train_data=train_data,
         train_ids=rows.ids,
-        target_data=lambda: Rows(target_rows(), sample),
+        target_data=lambda: RowSamples(target_rows(), sample),
         target_ids=lambda: target_rows().ids(),
         encode=encode,
         describe=describe,

@@ -7,14 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trak_core.data.rows import as_number, class_number, read_rows, shortened
+from trak_core.data.rows import RowSamples, as_number, class_number, read_rows, shortened
 from trak_core.errors import InputError, listed
 from trak_core.ready_made.ready_study import (
     UNKNOWN_LABEL,
     ReadyStudy,
-    Rows,
     class_numbers,
-    columns_from,
     decoded_tokens,
     encoder,
     field,
@@ -22,6 +20,7 @@ from trak_core.ready_made.ready_study import (
     needed,
     used_by,
 )
+from trak_core.study.sample_columns import columns_from
 
 _LENGTH = 128  # The default number of tokens to which texts are padded.
 
@@ -147,9 +146,9 @@ def text_classification(
             "`weights` is the folder of both, and `max_tokens` the length to which texts are cut."
         ),
         make_model=make_model,
-        train_data=lambda: Rows(rows, sample),
+        train_data=lambda: RowSamples(rows, sample),
         train_ids=rows.ids,
-        target_data=lambda: Rows(target_rows, sample),
+        target_data=lambda: RowSamples(target_rows, sample),
         target_ids=target_rows.ids,
         encode=encoder(sample, rows[0], (*used_by(text), label), label),
         describe=lambda sample: tokenizer.decode(sample["input_ids"], skip_special_tokens=True),
