@@ -170,25 +170,15 @@ def read_rows(path: str | Path) -> RowFile:
             code="data.missing_rows",
         )
     try:
-        numbers: Sequence[int] = ()
         if file.is_dir():
-            rows: list[Any] = _saved_rows(file)
-            numbers = range(1, len(rows) + 1)
-        elif file.suffix not in SUFFIXES:
-            raise ValueError(f"its ending is {file.suffix or 'none'}")
+            numbered = dict(enumerate(_saved_rows(file), 1))
         elif file.suffix == PARQUET:
-            from pyarrow import parquet  # pyright: ignore[reportMissingImports] -- optional
-
-            # pandas is not used, because it converts integers to floats if a value is missing. An
-            # index that pandas stored is not a field, unless its name is id.
-            table = parquet.read_table(file)
-            index = (table.schema.pandas_metadata or {}).get("index_columns", [])
-            unread = [name for name in index if isinstance(name, str) and name != "id"]
-            rows = table.drop_columns(unread).to_pylist()
-            numbers = range(1, len(rows) + 1)
-        else:
+            numbered = dict(enumerate(_parquet_rows(file), 1))
+        elif file.suffix in SUFFIXES:
             numbered = dict(_numbered_rows(file))
-            rows, numbers = list(numbered.values()), list(numbered)
+        else:
+            raise ValueError(f"its ending is {file.suffix or 'none'}")
+        rows = list(numbered.values())
         if not rows or not all(isinstance(row, dict) for row in rows):
             raise ValueError("it has no rows" if not rows else "a line is not a JSON object")
     except InputError:
@@ -200,7 +190,7 @@ def read_rows(path: str | Path) -> RowFile:
             f"saved Dataset. Reading it failed: {reason}.",
             code="data.rows",
         ) from error
-    return RowFile(file, rows, numbers)
+    return RowFile(file, rows, list(numbered))
 
 
 def is_saved_dataset(folder: Path) -> bool:
@@ -235,6 +225,17 @@ def _saved_rows(folder: Path) -> list[dict[str, Any]]:
             number = row[column]
             row[column] = None if number in {None, -1} else feature.names[number]
     return rows
+
+
+def _parquet_rows(file: Path) -> list[dict[str, Any]]:
+    from pyarrow import parquet  # pyright: ignore[reportMissingImports] -- optional
+
+    # pandas is not used, because it converts integers to floats if a value is missing. An index
+    # that pandas stored is not a field, unless its name is id.
+    table = parquet.read_table(file)
+    index = (table.schema.pandas_metadata or {}).get("index_columns", [])
+    unread = [name for name in index if isinstance(name, str) and name != "id"]
+    return table.drop_columns(unread).to_pylist()
 
 
 def _numbered_rows(file: Path) -> Iterator[tuple[int, Any]]:

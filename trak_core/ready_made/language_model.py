@@ -1,7 +1,6 @@
 """Define the study of a causal language model, from a folder of weights and a file of texts."""
 
 import json
-import sys
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -17,11 +16,13 @@ from trak_core.data.rows import RowFile, RowSamples, read_rows, shortened
 from trak_core.errors import InputError
 from trak_core.ready_made.conversations import ROW_ARGUMENTS, chat_texts, messages_in
 from trak_core.ready_made.ready_study import (
+    TO_CHANGE_TEXTS,
     ReadyStudy,
     decoded_tokens,
     encoder,
     filled_in,
     needed,
+    notice,
     used_by,
 )
 from trak_core.settings import ADAPTER_CONFIG
@@ -83,11 +84,11 @@ def language_model(
     used |= {"prompt"} if prompt is None else set()
     notified: set[str] = set()
 
-    def notify(notice: str, about: str) -> None:
+    def notify(text: str, about: str) -> None:
         """Print a notice, but only the first one with the same ``about``."""
         if about not in notified:
             notified.add(about)
-            print(f"Notice: {notice}", file=sys.stderr, flush=True)
+            notice(text)
 
     def chat(prompt: Any, answer: Any, row: Mapping[str, Any]) -> tuple[str, str, bool]:
         notify_of_chat = partial(notify, about="the chat template")
@@ -232,10 +233,7 @@ def language_model(
     config: Any = AutoConfig.from_pretrained(_base(folder) or folder, trust_remote_code=False)
     context: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     return ReadyStudy(
-        to_change_samples=(
-            f"The tokenizer in {weights} must be the model's tokenizer. In study_arguments, "
-            "`weights` is the folder of both, and `max_tokens` the length to which texts are cut."
-        ),
+        to_change_samples=TO_CHANGE_TEXTS.format(weights),
         make_model=lambda: _model(folder),
         train_data=train_data,
         train_ids=rows.ids,

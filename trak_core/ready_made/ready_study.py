@@ -44,10 +44,19 @@ class ReadyStudy:
     classes_found: str = ""
 
 
+TO_CHANGE_TEXTS = (
+    "The tokenizer in {} must be the model's tokenizer. In study_arguments, `weights` is the "
+    "folder of both, and `max_tokens` the length to which texts are cut."
+)
 UNKNOWN_LABEL = (
     "If the label of a row to explain is unknown, write the class to explain, such as the class "
     "that the model predicts."
 )
+
+
+def notice(text: str) -> None:
+    """Print a notice on standard error, because `trak ask` prints answers on standard output."""
+    print(f"Notice: {text}", file=sys.stderr, flush=True)
 
 
 def encoder(

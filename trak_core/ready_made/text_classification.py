@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from trak_core.data.rows import RowSamples, as_number, class_number, read_rows, shortened
 from trak_core.errors import InputError, listed
 from trak_core.ready_made.ready_study import (
+    TO_CHANGE_TEXTS,
     UNKNOWN_LABEL,
     ReadyStudy,
     class_numbers,
@@ -141,10 +142,7 @@ def text_classification(
     target_rows = read_rows(targets) if targets else rows
     used = used_by(text) | {label}
     return ReadyStudy(
-        to_change_samples=(
-            f"The tokenizer in {weights} must be the model's tokenizer. In study_arguments, "
-            "`weights` is the folder of both, and `max_tokens` the length to which texts are cut."
-        ),
+        to_change_samples=TO_CHANGE_TEXTS.format(weights),
         make_model=make_model,
         train_data=lambda: RowSamples(rows, sample),
         train_ids=rows.ids,
