@@ -294,14 +294,13 @@ def trained_model(
 
 def models_along(
     study: Study, arguments: dict[str, Any], times: list[float]
-) -> Generator[tuple[float, nn.Module]]:
-    """Train up to the last of the ascending ``times``, and yield each time with the model.
+) -> Generator[nn.Module]:
+    """Train up to the last of the ascending ``times``.
 
-    ``train`` must be a generator that yields (time, model) at each of these times, with finite
-    weights.
+    ``train`` must be a generator that yields (time, model) at each of these times.
 
     Yields:
-        The time and the model. All models may be the same object, which training changes.
+        The models, with finite weights. All may be the same object, which training changes.
     """
     remaining = list(times)
     passed: list[str] = []
@@ -309,7 +308,8 @@ def models_along(
         for at, model in steps:
             passed.append(f"{at:g}")
             if at == remaining[0]:
-                yield remaining.pop(0), _checked(study, arguments, model)
+                del remaining[0]
+                yield _checked(study, arguments, model)
             if not remaining:
                 return
             if at > remaining[0]:
