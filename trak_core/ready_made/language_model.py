@@ -47,7 +47,7 @@ def language_model(
     """Return the study of a language model that was trained on texts.
 
     Args:
-        texts: The training rows: ``.jsonl``, ``.csv``, ``.tsv``, ``.parquet`` or a saved Dataset.
+        texts: The training rows: a file or a folder that ``read_rows`` reads.
         weights: The folder of a model, of a LoRA adapter, or of a Trainer's checkpoints, with its
             config and tokenizer.
         targets: Rows to explain, which experiments select by id. Experiments with ``data`` need

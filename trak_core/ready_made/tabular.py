@@ -31,7 +31,7 @@ def tabular(
     """Return the study of a model that was trained on the rows of a table.
 
     Args:
-        table: The training rows: ``.csv``, ``.tsv``, ``.parquet`` or ``.jsonl``.
+        table: The training rows: a file or a folder that ``read_rows`` reads.
         label: The column to predict.
         model: ``file.py:function``, a function without arguments that returns the module.
             Checkpoints replace its weights.

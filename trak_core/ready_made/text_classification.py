@@ -38,7 +38,7 @@ def text_classification(
     """Return the study of a classifier that was trained on labelled texts.
 
     Args:
-        texts: The training rows: ``.jsonl``, ``.csv``, ``.tsv``, ``.parquet`` or a saved Dataset.
+        texts: The training rows: a file or a folder that ``read_rows`` reads.
         weights: A folder with the model's ``config.json`` and tokenizer.
         targets: Rows to explain, which experiments select by id. The default is ``texts``.
         text: A template of the text, into which a row's fields are inserted.
