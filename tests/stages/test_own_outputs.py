@@ -22,9 +22,8 @@ from torch.nn.functional import (
     softplus,
 )
 
-from trak_core.attribution.checkpoint_scorers import MemoryPart
 from trak_core.attribution.combine_checkpoints import sample_table
-from trak_core.attribution.fitted_checkpoint import read_rows
+from trak_core.attribution.fitted_checkpoint import MemoryPart, read_rows
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.sample_outputs import model_output, outputs_and_predictions
 from trak_core.config.read_config import check_config

@@ -14,7 +14,7 @@ import pandas as pd
 import torch
 from torch import nn
 
-from trak_core.artifacts import NORMAL_MATRIX, open_artifact
+from trak_core.artifacts import NORMAL_MATRIX, Artifact, open_artifact
 from trak_core.attribution.attributor_arguments import (
     Output,
     Weights,
@@ -27,11 +27,14 @@ from trak_core.attribution.attributor_arguments import (
 from trak_core.attribution.checkpoint_scorers import stored_columns
 from trak_core.attribution.device import Compute, float32_precision
 from trak_core.attribution.fitted_attributor import FittedAttributor, Setup
-from trak_core.attribution.fitted_checkpoint import training_table, write_normal_matrix
+from trak_core.attribution.fitted_checkpoint import (
+    normal_matrix_specs,
+    training_table,
+    write_normal_matrix,
+)
 from trak_core.attribution.inner_products import write_gramian
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.model_fit import fit_of
-from trak_core.attribution.sample_outputs import model_output
 from trak_core.attribution.write_features import write_features
 from trak_core.config.checkpoint_list import are_from_along_runs, checkpoint_table, runs_of
 from trak_core.config.cross_checks import check_exact, check_label_draws, check_preconditioner
@@ -42,7 +45,7 @@ from trak_core.errors import InputError, listed
 from trak_core.model_outputs.about_outputs import about_output, output_name
 from trak_core.model_outputs.model_output import ModelOutput, own_output
 from trak_core.runtime.progress import notice, progress_bar
-from trak_core.settings import TRAIN
+from trak_core.settings import TRAIN, NormalSpec
 from trak_core.study.given_data import split_of_data, subset_digest
 from trak_core.study.study import Study
 
@@ -285,23 +288,24 @@ class Attributor(FittedAttributor):
         return f"Attributor of {n} checkpoint{'s' * (n != 1)}, {fitted}"
 
     def _load(self, name: str) -> LoadedModel:
-        spec, output = self.settings.features.under(name), self._output
-        device = self._compute.device
-
-        def output_of(model: nn.Module) -> ModelOutput:
-            if isinstance(output, str):
-                return model_output(output, model, self._train, device, self._setup.study)
-            if not isinstance(output, ModelOutput):
-                notice(
-                    f"all training samples have the loss weight Q = 1 with {spec.model_output}, "
-                    "which is correct only if that output is minus the training loss. Otherwise, "
-                    "pass ModelOutput(value, loss_weight)."
-                )
-            return own_output(output, spec.model_output)
-
-        model = self._model
-        make = (lambda: copy.deepcopy(model)) if isinstance(model, nn.Module) else model
-        return LoadedModel.load(make, self._weights[name], spec, output_of, device)
+        spec, output, model = self.settings.features.under(name), self._output, self._model
+        own = None if isinstance(output, str) else own_output(output, spec.model_output)
+        if not isinstance(output, str | ModelOutput):
+            notice(
+                f"all training samples have the loss weight Q = 1 with {spec.model_output}, which "
+                "is correct only if that output is minus the training loss. Otherwise, pass "
+                "ModelOutput(value, loss_weight)."
+            )
+        return LoadedModel.load(
+            (lambda: copy.deepcopy(model)) if isinstance(model, nn.Module) else model,
+            self._weights[name],
+            spec,
+            self._compute.device,
+            output=own,
+            pairs=self._train,
+            study=self._setup.study,
+            method_of=self._method_for,
+        )
 
     def _refuse(self, path: Path, keys: Sequence[str]) -> NoReturn:
         names = ["training data or ids" if key == "study_digest" else key for key in keys]
@@ -323,15 +327,14 @@ class Attributor(FittedAttributor):
             with bar.counting():
                 given, settings = (path, loaded, self._train), (own.of_train(), compute)
                 if self._is_projected:
-                    write_features(*given, *settings, method_of=self._method_for, code="")
+                    write_features(*given, *settings, code="")
                 else:
                     write_gramian(*given, None, *settings, code="")
         if not self._is_projected:
             return loaded.checkpoint_digests["sha256"]
         with self._open_features(name) as train:
-            matrix, spec = self._normal_matrix(name), own.of_normal_matrix()
-            if not matrix.exists() or not _is_from(matrix, train.content_hash, spec.as_dict()):
-                given = matrix, train, spec
+            given = self._normal_matrix(name), train, own.of_normal_matrix()
+            if not _is_normal_matrix_of(*given):
                 with bar.silent():
                     write_normal_matrix(*given, code="", memory_mb=compute.memory_mb)
         return loaded.checkpoint_digests["sha256"]
@@ -350,10 +353,8 @@ class Attributor(FittedAttributor):
 
     def _is_current(self, name: str, loaded: LoadedModel) -> bool:
         """Return whether a file is for this checkpoint. Refuse a file of other data or settings."""
-        expected = self._file_spec(name, loaded)
         with self._open_features(name) as file:
-            differ = [key for key in expected if expected[key] != file.spec.get(key)]
-            columns = stored_columns(file)
+            differ, columns = self._differing_keys(name, loaded, file), stored_columns(file)
         if differ == ["checkpoint"]:
             return False
         if not differ and not loaded.reproduces(self._train, columns):
@@ -363,9 +364,10 @@ class Attributor(FittedAttributor):
         return True
 
 
-def _is_from(path: Path, features_hash: str, spec: Mapping[str, Any]) -> bool:
-    """Return whether a normal matrix was computed from these features, with this spec."""
+def _is_normal_matrix_of(path: Path, train: Artifact, spec: NormalSpec) -> bool:
+    """Return whether a file exists and is the normal matrix of the features in ``train``."""
+    if not path.exists():
+        return False
     with open_artifact(path, NORMAL_MATRIX) as file:
-        own = {key: file.spec.get(key) for key in spec if key not in {"projection", "checkpoint"}}
-        expected = {key: spec[key] for key in own}
-        return (own, file.spec.get("features")) == (expected, features_hash)
+        expected, stored = normal_matrix_specs(file, train, spec)
+        return expected == stored

@@ -1,9 +1,8 @@
 """The base class of attributors. It scores targets with stored features of training samples."""
 
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,11 +17,11 @@ from trak_core.artifacts import (
     NORMAL_MATRIX,
     Artifact,
     ArtifactError,
+    Rows,
     open_artifact,
 )
 from trak_core.attribution.checkpoint_scorers import (
     ExactScorer,
-    MemoryPart,
     ProjectedScorer,
     Scorer,
     stored_columns,
@@ -30,14 +29,15 @@ from trak_core.attribution.checkpoint_scorers import (
 from trak_core.attribution.device import Compute, float32_precision
 from trak_core.attribution.fitted_checkpoint import (
     DampedGradients,
-    DampedNormalMatrix,
+    MemoryPart,
+    read_normal_matrix,
     self_influences,
 )
 from trak_core.attribution.gradient_method_record import Methods, method_for, recorded_methods
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.score_formulas import checkpoint_weights
 from trak_core.attribution.scores import Scores
-from trak_core.attribution.token_scores import Cut, token_tables
+from trak_core.attribution.token_scores import token_tables
 from trak_core.attribution.write_features import projection_for
 from trak_core.errors import InputError
 from trak_core.gradients import Batch, GradientMethod
@@ -70,6 +70,8 @@ class FittedAttributor(ABC):
         # The scorers in memory, by checkpoint, and whether they hold training features.
         self._held: dict[str, Scorer] = {}
         self._holds = True
+        # Closes files at the end of each method that reads them.
+        self._files = ExitStack()
 
     @property
     def _compute(self) -> Compute:
@@ -125,7 +127,7 @@ class FittedAttributor(ABC):
             [f(c) for c in self.checkpoints] for f in (self._features, self._normal_matrix)
         )
         n_steps = len(self.checkpoints) * len(self._train.ids)
-        with self._at_work(), progress_bar("self-influence", n_steps) as bar, bar.counting():
+        with self._reading(), progress_bar("self-influence", n_steps) as bar, bar.counting():
             columns, _ = self_influences(features, matrices, self.settings, self._compute.memory_mb)
         return pd.DataFrame(columns).set_index("id")
 
@@ -157,12 +159,18 @@ class FittedAttributor(ABC):
         pairs = pd.concat([scores.top(top), scores.bottom(top)], ignore_index=True)
         pairs = pairs.rename(columns={"target": "target_id", "train": "train_id"})
         targets = scores.samples.take([*dict.fromkeys(pairs["target_id"].tolist())])
-        with self._at_work():
+        with self._reading():
             return self._retry_with_memory(lambda: self._split_by_tokens(pairs, targets))
 
     def _at_work(self) -> AbstractContextManager[Any]:
         """Return a context in which samples and checkpoints can be read."""
         return nullcontext()
+
+    @contextmanager
+    def _reading(self) -> Generator[None, None, None]:
+        """Open the context of ``_at_work``, and close the scorers' files at its end."""
+        with self._at_work(), self._files:
+            yield
 
     @abstractmethod
     def _load(self, name: str) -> LoadedModel:
@@ -210,11 +218,13 @@ class FittedAttributor(ABC):
     def _methods(self) -> Methods:
         return recorded_methods(self._setup.folder, self.settings.features)
 
-    def _file_spec(self, name: str, loaded: LoadedModel) -> dict[str, Any]:
+    def _differing_keys(self, name: str, loaded: LoadedModel, file: Artifact) -> list[str]:
+        """Return the keys in which the spec of a file differs from that of a checkpoint."""
         own = self.settings.under(name).of_train()
         projection = projection_for(loaded, own).scaled() if self._is_projected else {"kind": EXACT}
         # With None for these keys, the spec differs from that of a file that sets one of them.
-        return dict.fromkeys(FeaturesSpec.LEFT_OUT) | loaded.file_spec(own, projection)
+        expected = dict.fromkeys(FeaturesSpec.LEFT_OUT) | loaded.file_spec(own, projection)
+        return [key for key in expected if expected[key] != file.spec.get(key)]
 
     def _score(self, targets: Split, *, keep: str, top: int) -> Scores:
         if keep not in {"full", "top_k"}:
@@ -222,12 +232,11 @@ class FittedAttributor(ABC):
                 f"`keep` must be full or top_k. Found {keep!r}.", code="attribution.scoring"
             )
         n_steps = len(targets.ids) if self._is_projected else len(self._train.ids)
-        with ExitStack() as stack, self._at_work():
+        with self._reading():
             with progress_bar("score", len(self.checkpoints) * n_steps) as bar, bar.counting():
-                parts = self._retry_with_memory(lambda: self._parts(targets, stack))
+                parts = self._retry_with_memory(lambda: self._parts(targets))
             return Scores.of_parts(
                 parts,
-                [part.rows for part in parts],
                 self.settings,
                 keep=keep,
                 top=top,
@@ -253,58 +262,52 @@ class FittedAttributor(ABC):
         memory_mb = self._compute.memory_mb // (1 + (self._holds and name in self._held))
         return replace(self._compute, memory_mb=memory_mb)
 
-    def _parts(self, targets: Split, stack: ExitStack) -> list[MemoryPart]:
-        parts = []
-        for name in self.checkpoints:
-            scorer = self._scorer(name, stack)
-            parts.append(scorer.score(targets, self._compute_beside_held(name)))
-            del scorer  # to free its memory before the next scorer is read
-        return parts
+    def _parts(self, targets: Split) -> list[MemoryPart]:
+        # Scorers that are not kept are freed before the next one is read.
+        return [
+            self._scorer(name).score(targets, self._compute_beside_held(name))
+            for name in self.checkpoints
+        ]
 
-    def _scorer(self, name: str, stack: ExitStack) -> Scorer:
-        """Return a checkpoint's scorer.
+    def _scorer(self, name: str) -> Scorer:
+        """Return a checkpoint's scorer. If it reads features from a file, ``_files`` closes it."""
+        scorer = self._held.get(name) or self._read_scorer(name)
+        if isinstance(scorer, ProjectedScorer) and isinstance(scorer.features, Rows):
+            self._files.callback(scorer.features.artifact.held.close)
+        return scorer
+
+    def _read_scorer(self, name: str) -> Scorer:
+        """Return the scorer of a checkpoint, after loading the model and reading files.
 
         Scorers are kept in memory if the scorers of all checkpoints fit into half of ``memory_mb``.
         If the scorer of a single checkpoint does not fit, it is kept without features, which are
-        read from the file. ``stack`` closes the files of scorers that are not kept.
+        read from the file.
         """
-        if name in self._held:
-            return self._held[name]
-        loaded = self._load(name)
-        own = self.settings.under(name)
-        with ExitStack() as files:
-            file = files.enter_context(self._open_features(name))
-            expected = self._file_spec(name, loaded)
-            differ = [key for key in expected if expected[key] != file.spec.get(key)]
+        loaded, own = self._load(name), self.settings.under(name)
+        with self._open_features(name) as file:
+            differ = self._differing_keys(name, loaded, file)
             if not differ and file.ids("sample_ids") != self._train.ids:
                 differ = ["sample_ids"]
             if differ:
                 self._refuse(file.path, differ)
-            train = self._train, stored_columns(file)
+            given = loaded, own, self._train, stored_columns(file)
             if self._is_projected:
                 with open_artifact(self._normal_matrix(name), NORMAL_MATRIX) as matrix:
                     try:
-                        damped = DampedNormalMatrix.read(matrix, file, own)
+                        damped, norm = read_normal_matrix(matrix, file, own)
                     except ArtifactError:
                         self._refuse(matrix.path, ["scoring"])
-                scorer = ProjectedScorer(
-                    loaded, own, damped, file.matrix("features"), train, self._method_for
-                )
+                scorer = ProjectedScorer(*given, norm, damped, file.matrix("features"))
             else:
-                scorer = ExactScorer(loaded, own.features, DampedGradients.read(file, own), train)
+                gradients = DampedGradients.read(file, own)
+                scorer = ExactScorer(*given, gradients.norm, gradients)
             tensors = [*loaded.model.parameters(), *loaded.model.buffers()]
             needed = scorer.n_bytes + sum(tensor.nbytes for tensor in tensors)
             self._holds &= len(self.checkpoints) * needed <= self._compute.memory_mb * 2**19
             if self._holds and isinstance(scorer, ProjectedScorer):
                 scorer = replace(scorer, features=scorer.features[:])
-            if self._holds or len(self.checkpoints) == 1:
-                self._held[name] = scorer
-            if not self._holds:
-                kept = files.pop_all()
-                if name in self._held:  # Later calls will read its features from the file again.
-                    weakref.finalize(self, kept.close)
-                else:
-                    stack.enter_context(kept)
+        if self._holds or len(self.checkpoints) == 1:
+            self._held[name] = scorer
         return scorer
 
     def _show_function(self, targets: Split) -> Callable[[bool, Any], str]:
@@ -327,17 +330,16 @@ class FittedAttributor(ABC):
         positions = list(zip(train_of.tolist(), target_of.tolist(), strict=True))
         row_of = {sample_id: row for row, sample_id in enumerate(self._train.ids)}
         rows = [row_of[train_id] for train_id in train_ids.tolist()]
-        cuts: list[tuple[Cut, Cut]] = []
-        loss_weights, norms = [], []
+        cuts, loss_weights, norms = [], [], []
         n_steps = len(self.checkpoints) * (len(rows) + 2 * len(targets.ids))
         with progress_bar("tokens", n_steps) as bar, bar.counting():
             for name in self.checkpoints:
-                with ExitStack() as stack:
-                    scorer = self._scorer(name, stack)
-                    assert isinstance(scorer, ProjectedScorer)
-                    compute = self._compute_beside_held(name)
-                    cuts.append(scorer.cut(rows, targets, positions, compute))
-                    loss_weights.append(scorer.train[1]["loss_weights"][rows])
-                    norms.append(scorer.damped.norm or 1.0)
+                scorer = self._scorer(name)
+                assert isinstance(scorer, ProjectedScorer)
+                compute = self._compute_beside_held(name)
+                cuts.append(scorer.cut(rows, targets, positions, compute))
+                loss_weights.append(scorer.columns["loss_weights"][rows])
+                norms.append(scorer.norm or 1.0)
+                del scorer  # to free its memory before the next scorer is read
         weights = checkpoint_weights(np.stack(loss_weights), np.array(norms), self.settings)
         return token_tables(pairs, cuts, weights[:, train_of])

@@ -22,7 +22,6 @@ from trak_core.gradients import (
     MemoryBudget,
     Variety,
     check_finite_gramian,
-    gradient_method,
     in_chunks,
     n_params,
     refuse_not_finite,
@@ -124,8 +123,7 @@ def _prepared(
         room = needed.room(loaded.device, left_mb)
     for few in fews:
         loaded.check_apart(few, room.most(needed.longest))
-    few = fews[-1]
-    return gradient_method(loaded.model, loaded.parameters, loaded.output, few), room
+    return loaded.method_of(loaded, fews[-1]), room
 
 
 def _dtype(loaded: LoadedModel) -> torch.dtype:

@@ -18,6 +18,7 @@ from trak_core.dependency_digests import parameters_digest
 from trak_core.errors import InputError
 from trak_core.gradients import (
     Batch,
+    GradientMethod,
     MemoryByLength,
     as_batch,
     budget_bytes,
@@ -25,6 +26,7 @@ from trak_core.gradients import (
     check_labels,
     check_samples_apart,
     count_classes,
+    gradient_method,
     in_evaluation_mode,
     joined,
     memory_by_length,
@@ -56,6 +58,18 @@ _LOGITS_SHARE = 4
 # The memory for a piece of logits and the copies of it that exist at the same time.
 _LOGIT_PIECES_BYTES = 4 * PIECE_BYTES
 
+# A function of a loaded model and a few samples that chooses the gradient method. With the keyword
+# argument ``reads_terms=True``, the method must compute the terms that sum to a gradient.
+MethodOf = Callable[..., GradientMethod]
+
+
+def compared_method(
+    loaded: "LoadedModel", few: Batch, *, reads_terms: bool = False
+) -> GradientMethod:
+    """Return the gradient method for a model, after comparing the gradients of two samples."""
+    given = loaded.model, loaded.parameters, loaded.output, few
+    return gradient_method(*given, reads_terms=reads_terms)
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
@@ -68,6 +82,7 @@ class LoadedModel:
         blocks: The model's repeated blocks. If a sample needs much memory, their activations are
             recomputed in the backward pass.
         scales: Factors that multiply the entries of gradients, by parameter name, or None.
+        method_of: Chooses the gradient method, given this object and a few samples.
     """
 
     model: nn.Module
@@ -77,18 +92,21 @@ class LoadedModel:
     checkpoint_digests: Mapping[str, str]
     blocks: Recomputation
     scales: dict[str, Tensor] | None = None
+    method_of: MethodOf = compared_method
 
     @classmethod
     def of_study(
-        cls, study: Study, checkpoint: Path, spec: FeaturesSpec, device: torch.device
+        cls,
+        study: Study,
+        checkpoint: Path,
+        spec: FeaturesSpec,
+        device: torch.device,
+        method_of: MethodOf = compared_method,
     ) -> Self:
         """Return a study's model with the weights of a checkpoint, a file or a folder."""
         pairs = study.split(TRAIN, None) if about_output(spec.model_output).needs_pairs else None
-
-        def output_of(model: nn.Module) -> ModelOutput:
-            return model_output(spec.model_output, model, pairs, device, study)
-
-        return cls.load(study.make_model, checkpoint, spec, output_of, device)
+        given = study.make_model, checkpoint, spec, device
+        return cls.load(*given, pairs=pairs, study=study, method_of=method_of)
 
     @classmethod
     def load(
@@ -96,10 +114,18 @@ class LoadedModel:
         make_model: Callable[[], nn.Module],
         weights: Path | Mapping[str, Tensor] | None,
         spec: FeaturesSpec,
-        output_of: Callable[[nn.Module], ModelOutput],
         device: torch.device,
+        *,
+        output: ModelOutput | None = None,
+        pairs: Split | None = None,
+        study: Study | None = None,
+        method_of: MethodOf = compared_method,
     ) -> Self:
-        """Return the model with weights from a path or state dict. None keeps its weights."""
+        """Return the model with weights from a path or state dict. None keeps its weights.
+
+        If ``output`` is None, ``model_output`` finds the output that ``spec`` names, with ``pairs``
+        and ``study``.
+        """
         model = model_to_load(make_model, weights) if isinstance(weights, Path) else make_model()
         # The model is moved before its weights are read, so that no second copy is in memory.
         model.to(device)
@@ -112,7 +138,8 @@ class LoadedModel:
             digests = {"sha256": state_dict_sha256(model.state_dict())}
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
         parameters = select_parameters(model, spec.parameter_patterns)
-        output = output_of(model)
+        if output is None:
+            output = model_output(spec.model_output, model, pairs, device, study)
         scales = None
         if spec.preconditioner is not None:
             if not isinstance(weights, Path):
@@ -126,7 +153,7 @@ class LoadedModel:
         blocks = Recomputation(model)
         release_freed_memory()
         set_float32_precision(spec.precision)
-        return cls(model, parameters, output, device, digests, blocks, scales)
+        return cls(model, parameters, output, device, digests, blocks, scales, method_of)
 
     def ordered(self, *splits: Split, window: int | None = None) -> list[OrderedSamples]:
         """Return the result of ``order_samples`` for this model."""

@@ -20,7 +20,7 @@ from trak_core.attribution.combine_checkpoints import (
     sample_table,
     summarized,
 )
-from trak_core.attribution.fitted_checkpoint import Part, ReadRows, score_rows
+from trak_core.attribution.fitted_checkpoint import MemoryPart, score_rows
 from trak_core.attribution.score_formulas import unit_of
 from trak_core.config.memory_needs import average_need
 from trak_core.errors import InputError
@@ -63,8 +63,7 @@ class Scores:
     @classmethod
     def of_parts(
         cls,
-        parts: Sequence[Part],
-        rows: Sequence[ReadRows],
+        parts: Sequence[MemoryPart],
         spec: ScoresSpec,
         *,
         keep: str,
@@ -74,8 +73,7 @@ class Scores:
     ) -> Self:
         """Return the combined scores of checkpoints, computed in blocks of training samples.
 
-        For each checkpoint, ``parts`` contains its data, and ``rows`` a function that reads rows of
-        its A_c. ``more`` sets other attributes.
+        ``parts`` contains the data of each checkpoint. ``more`` sets other attributes.
         """
         n, m = (len(parts[0].vector(f"{side}_ids")) for side in ("train", "target"))
         need = average_need(
@@ -87,7 +85,7 @@ class Scores:
         (train["loss_weight"],) = summarized(ends, "loss_weights", n, block, mean)
         about = about_output(spec.features.model_output)
         add_improving_signs(targets, about, is_mean=False)
-        read = score_rows(parts, rows, spec)
+        read = score_rows(parts, [part.rows for part in parts], spec)
         matrix = np.empty((n, m), np.float32) if keep == "full" else None
 
         def blocks() -> Iterable[tuple[int, np.ndarray]]:

@@ -8,11 +8,10 @@ import pandas as pd
 import torch
 
 from trak_core.attribution.device import Compute
-from trak_core.attribution.fitted_checkpoint import DampedNormalMatrix
 from trak_core.attribution.loaded_model import LoadedModel
-from trak_core.attribution.score_formulas import unit_rows
+from trak_core.attribution.solve import DampedMatrix
 from trak_core.attribution.token_shares import Directions, Pairs, Shares
-from trak_core.attribution.write_features import MethodOf, projection_for
+from trak_core.attribution.write_features import projection_for
 from trak_core.gradients import Batch, in_chunks
 from trak_core.gradients.gradient_terms import PIECE
 from trak_core.runtime.progress import with_progress
@@ -24,28 +23,26 @@ SIDES = ("train", "target")
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Scores of pairs for one checkpoint, split by tokens of one of the texts and by parameters.
+    """One checkpoint's scores of pairs, split by tokens and by layers.
 
-    ``tokens`` contains, for each pair, the scores of the tokens, then the score of terms that
-    belong to no token. ``layers`` are the scores of the parameters ``names``, shape (pairs,
-    parameters).
+    ``tokens`` contains, for each pair, the scores of the training sample's tokens, then the score
+    of terms that belong to no token. For each pair, the scores of the target's tokens follow.
+    ``layers`` contains the scores of each layer, shape (pairs,).
     """
 
     tokens: list[np.ndarray]
-    layers: np.ndarray
-    names: list[str]
+    layers: dict[str, np.ndarray]
 
 
 def cut_pairs(
     loaded: LoadedModel,
     spec: ScoresSpec,
-    damped: DampedNormalMatrix,
+    damped: DampedMatrix,
     splits: tuple[Split, Split],
     features: tuple[np.ndarray, np.ndarray],
     pairs: Sequence[tuple[int, int]],
     compute: Compute,
-    method_of: MethodOf,
-) -> tuple[Cut, Cut]:
+) -> Cut:
     """Return scores of pairs, split by the tokens of training samples, and by those of targets.
 
     The score of a pair is <x, R v>, where R is the projection matrix. To split it by the tokens of
@@ -54,26 +51,22 @@ def cut_pairs(
 
     ``splits`` are n training samples and m targets, and ``features`` are their features, shapes
     (n, k) and (m, k), float64. A pair consists of the rows of a training sample and of a target.
-    ``method_of`` chooses a gradient method that computes terms.
     """
-    phi, target_phi = features
-    lengths = np.ones(len(phi))
-    if spec.normalize:
-        lengths = np.linalg.norm(phi, axis=1)
-        lengths[lengths == 0] = 1
-        phi = unit_rows(phi)
-    m = len(target_phi)
-    solved = damped.solve(np.concatenate([target_phi, phi])).T
-    projection = projection_for(loaded, spec.of_train())
-    given = loaded, projection, compute, method_of
-    train = _cut(*given, splits[0], solved[:m], pairs)
-    targets = _cut(*given, splits[1], solved[m:], [(target, row) for row, target in pairs])
+    (phi, target_phi), m = features, len(features[1])
     # With `normalize`, the features of a training sample are divided by their length.
+    lengths = np.linalg.norm(phi, axis=1) if spec.normalize else np.ones(len(phi))
+    lengths[lengths == 0] = 1
+    solved = damped.solve(np.concatenate([target_phi, phi / lengths[:, None]]).T).T
+    given = loaded, projection_for(loaded, spec.of_train()), compute
+    tokens, by_parameter = _cut(*given, splits[0], solved[:m], pairs)
+    of_targets, _ = _cut(*given, splits[1], solved[m:], [(target, row) for row, target in pairs])
     pair_lengths = lengths[[row for row, _ in pairs]]
-    train.layers[:] /= pair_lengths[:, None]
-    for tokens, length in zip(train.tokens, pair_lengths, strict=True):
-        tokens /= length
-    return train, targets
+    tokens = [values / length for values, length in zip(tokens, pair_lengths, strict=True)]
+    layers: dict[str, np.ndarray] = {}
+    for name, scores in zip(loaded.parameters, by_parameter.T, strict=True):
+        layer = name.rpartition(".")[0] or name
+        layers[layer] = layers.get(layer, 0) + scores / pair_lengths
+    return Cut(tokens + of_targets, layers)
 
 
 def count_tokens(batch: Batch, loaded: LoadedModel) -> int:
@@ -89,12 +82,11 @@ def _cut(
     loaded: LoadedModel,
     projection: ProjectionSpec,
     compute: Compute,
-    method_of: MethodOf,
     split: Split,
     solved: np.ndarray,
     side_pairs: Sequence[tuple[int, int]],
-) -> Cut:
-    """Return the scores of pairs, split by the tokens of the samples in ``split``.
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Return scores of pairs by the tokens of samples in ``split``, and by parameter.
 
     ``solved`` are the solved features of the samples paired with them, shape (rows, k). A pair
     consists of the row of a sample in ``split`` and a row of ``solved``.
@@ -116,7 +108,7 @@ def _cut(
     with samples.naming_longest():
         room = needed.room(loaded.device, memory_mb)
     model = loaded.model, loaded.parameters, loaded.output
-    method = method_of(loaded, few)
+    method = loaded.method_of(loaded, few, reads_terms=Shares.reads_terms)
     pairs_of: dict[int, list[int]] = {}
     for number, (sample, _) in enumerate(side_pairs):
         pairs_of.setdefault(sample, []).append(number)
@@ -144,18 +136,18 @@ def _cut(
         return numbers, tokens, shares.by_parameter.cpu().numpy()
 
     tokens: list[np.ndarray] = [np.zeros(1)] * len(side_pairs)
-    layers = np.zeros((len(side_pairs), len(loaded.parameters)))
+    by_parameter = np.zeros((len(side_pairs), len(loaded.parameters)))
     n_samples = len(split.ids)
     chunks = in_chunks(computed, n_samples, samples.batches_of(compute.batch_size, room))
-    for _, _, (numbers, some, by_parameter) in with_progress(chunks, n_samples, "samples"):
-        layers[numbers] = by_parameter
+    for _, _, (numbers, some, sums) in with_progress(chunks, n_samples, "samples"):
+        by_parameter[numbers] = sums
         for number, row in zip(numbers, some, strict=True):
             tokens[number] = row
-    return Cut(tokens, layers, list(loaded.parameters))
+    return tokens, by_parameter
 
 
 def token_tables(
-    top: pd.DataFrame, cuts: Sequence[Sequence[Cut]], weights: np.ndarray
+    top: pd.DataFrame, cuts: Sequence[Cut], weights: np.ndarray
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Return the tables of tokens and of layers, as weighted sums over checkpoints.
 
@@ -163,29 +155,20 @@ def token_tables(
     results of ``cut_pairs`` and ``checkpoint_weights``.
     """
     totals = [
-        np.sum([w * cut[side].tokens[pair] for w, cut in zip(own, cuts, strict=True)], axis=0)
-        for side in range(len(SIDES))
-        for pair, own in enumerate(weights.T)
+        np.sum([w * cut.tokens[i] for w, cut in zip(own, cuts, strict=True)], axis=0)
+        for i, own in enumerate(np.tile(weights, len(SIDES)).T)
     ]
     lengths = [len(total) for total in totals]
-    rows = np.repeat(np.tile(np.arange(len(top)), len(SIDES)), lengths)
-    tokens = pd.DataFrame({
-        "target_id": top["target_id"].to_numpy()[rows],
-        "train_id": top["train_id"].to_numpy()[rows],
-        "side": np.repeat(np.repeat(SIDES, len(top)), lengths),
-        "token": [token for n in lengths for token in (*range(n - 1), -1)],
-        "score": np.concatenate(totals),
-    })
-    layer_of = [name.rpartition(".")[0] or name for name in cuts[0][0].names]
-    layer_names = list(dict.fromkeys(layer_of))
-    by_layer = np.zeros((len(top), len(layer_names)))
-    for checkpoint_weights, cut in zip(weights, cuts, strict=True):
-        for layer, column in zip(layer_of, cut[0].layers.T, strict=True):
-            by_layer[:, layer_names.index(layer)] += checkpoint_weights * column
-    layers = pd.DataFrame({
-        "target_id": top["target_id"].to_numpy().repeat(len(layer_names)),
-        "train_id": top["train_id"].to_numpy().repeat(len(layer_names)),
-        "layer": np.tile(np.array(layer_names, dtype=object), len(top)),
-        "score": by_layer.flatten(),
-    })
+    ids = top[["target_id", "train_id"]]
+    tokens = pd.concat([ids.assign(side=side) for side in SIDES], ignore_index=True)
+    tokens = tokens.loc[tokens.index.repeat(lengths)].reset_index(drop=True)
+    tokens["token"] = [token for n in lengths for token in (*range(n - 1), -1)]
+    tokens["score"] = np.concatenate(totals)
+    names = list(cuts[0].layers)
+    by_layer = np.zeros((len(names), len(top)))
+    for own, cut in zip(weights, cuts, strict=True):
+        by_layer += own * np.stack([*cut.layers.values()])
+    layers = ids.loc[ids.index.repeat(len(names))].reset_index(drop=True)
+    layers["layer"] = np.tile(np.array(names, dtype=object), len(top))
+    layers["score"] = by_layer.T.flatten()
     return tokens, layers

@@ -1,7 +1,7 @@
 """Compute the features of samples for one checkpoint, in memory or in a file."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,16 +22,13 @@ from trak_core.attribution.project_gradients import (
 )
 from trak_core.attribution.sample_outputs import write_columns
 from trak_core.dependency_digests import content_digest
-from trak_core.gradients import GradientMethod, Variety, in_chunks
+from trak_core.gradients import Variety, in_chunks
 from trak_core.runtime.progress import log, with_progress
 from trak_core.settings import TRAIN, FeaturesSpec, ProjectionSpec, projection_of
 from trak_core.study.dataset_split import Split
 
 # Texts are sorted within windows, whose features take _WINDOW_BYTES, or of 256 texts if larger.
 _WINDOW_BYTES, _LEAST_WINDOW = 2**24, 256
-
-# A function that chooses the gradient method for a model from a few samples.
-MethodOf = Callable[..., GradientMethod]
 
 
 def projection_for(loaded: LoadedModel, spec: FeaturesSpec) -> ProjectionSpec:
@@ -45,15 +42,14 @@ def feature_blocks(
     spec: FeaturesSpec,
     compute: Compute,
     *,
-    method_of: MethodOf,
     must_differ: bool,
     sampled: SampledNormal | None = None,
 ) -> Iterator[tuple[int, int, np.ndarray, list[Tensor]]]:
     """Yield features phi = scale R^T g in the order of the samples, one block at a time.
 
     g is the gradient of the model output, shape (p,), and R the projection of ``projection_for``.
-    ``method_of`` chooses the gradient method, given a few samples. With ``must_differ``, an error
-    is raised if all features are equal. Terms for drawn labels are added to ``sampled``, if given.
+    With ``must_differ``, an error is raised if all features are equal. Terms for drawn labels are
+    added to ``sampled``, if given.
 
     Yields:
         Start and stop of the block; features, shape (rows, k), rounded to their stored dtype; label
@@ -76,7 +72,7 @@ def feature_blocks(
         room = needed.room(loaded.device, memory_mb)
     chunk = min(compute.batch_size, room.most(needed.longest))
     loaded.check_apart(few, chunk)
-    method = method_of(loaded, few)
+    method = loaded.method_of(loaded, few)
     chunk_mb = needed.of_longest.of(chunk) / 2**20
     log(f"{chunk} samples at once, about {chunk_mb:.3g} MiB together")
 
@@ -122,7 +118,6 @@ def write_features(
     spec: FeaturesSpec,
     compute: Compute,
     *,
-    method_of: MethodOf,
     code: str,
     shard: int = 1,
     n_shards: int = 1,
@@ -152,7 +147,6 @@ def write_features(
         own,
         spec,
         replace(compute, memory_mb=max(0, left_mb)),
-        method_of=method_of,
         sampled=sampled,
         # A shard may consist of a few training samples with equal features.
         must_differ=spec.split == TRAIN and n_shards == 1,

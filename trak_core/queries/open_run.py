@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
@@ -272,9 +272,9 @@ class OpenRun(FittedAttributor):
 
     def load(self) -> None:
         """Load all checkpoints if they fit in memory."""
-        with self._at_work(), ExitStack() as stack:
+        with self._reading():
             for name in self.checkpoints:
-                self._scorer(name, stack)
+                self._scorer(name)
                 if not self._held:
                     return
 
@@ -321,7 +321,8 @@ class OpenRun(FittedAttributor):
     def _load(self, name: str) -> LoadedModel:
         spec = self.settings.features.under(name)
         path = self.run.checkpoint(name)
-        return LoadedModel.of_study(self.study, path, spec, self._compute.device)
+        device = self._compute.device
+        return LoadedModel.of_study(self.study, path, spec, device, self._method_for)
 
     def _refuse(self, path: Path, keys: Sequence[str]) -> NoReturn:
         self.run.refuse_changed(path, keys)
