@@ -231,7 +231,11 @@ def test_a_class_that_is_predicted_stays_one():
         output = own_output(ModelOutput(value=lambda x, _: x.sum(), prediction=prediction), "f")
         models = [torch.eye(9)[[3, 1]], torch.eye(9)[[8, 1]], torch.eye(9)[[3, 2]]]
         made = [over_samples(output.prediction, x, torch.zeros(2)).numpy() for x in models]
-        vectors = {"train_ids": np.arange(2), "train_labels": np.zeros(2)}
+        vectors = {
+            "train_ids": np.arange(2),
+            "train_labels": np.zeros(2),
+            "loss_weights": np.ones(2),
+        }
         parts = [
             MemoryPart(read_rows(x), {**vectors, "train_outputs": x, "train_predictions": x}, 1.0)
             for x in made

@@ -207,11 +207,9 @@ class Attributor(FittedAttributor):
         limits = ("device", "precision", "batch_size", "memory_mb", "threads")
         checkpoints = config["checkpoints"]
         if isinstance(checkpoints, str):  # the path of a table of checkpoints
-            table = checkpoint_table(checkpoints, None)
-            fields = ("path", "run", "at", "state_dict")
             checkpoints = {
-                name: without_none(**{key: getattr(c, key) for key in fields})
-                for name, c in table.items()
+                name: without_none(path=c.path, run=c.run, at=c.at, state_dict=c.state_dict)
+                for name, c in checkpoint_table(checkpoints, None).items()
             }
         attributor = cls(
             study.make_model,
@@ -266,9 +264,8 @@ class Attributor(FittedAttributor):
         spec = replace(self.settings, features=features)
         self._setup = replace(self._setup, spec=spec, train=train, folder=Path(folder))
         if self._is_projected:
-            dim, norm_power = features.projection["proj_dim"], spec.of_normal_matrix().norm_power
-            need = normal_matrix_need(dim, divides=norm_power is not None)
-            need.check(self._compute.memory_mb)
+            dim, divides = features.projection["proj_dim"], spec.norm_power is not None
+            normal_matrix_need(dim, divides=divides).check(self._compute.memory_mb)
         n_steps = len(self.checkpoints) * len(self._train.ids)
         by_digest: dict[str, list[str]] = {}
         with float32_precision(features.precision), progress_bar("fit", n_steps) as bar:
@@ -325,17 +322,12 @@ class Attributor(FittedAttributor):
             bar.advance(len(self._train.ids))
         else:
             with bar.counting():
-                given, settings = (path, loaded, self._train), (own.of_train(), compute)
-                if self._is_projected:
-                    write_features(*given, *settings, code="")
-                else:
-                    write_gramian(*given, None, *settings, code="")
-        if not self._is_projected:
-            return loaded.checkpoint_digests["sha256"]
-        with self._open_features(name) as train:
-            given = self._normal_matrix(name), train, own.of_normal_matrix()
-            if not _is_normal_matrix_of(*given):
-                with bar.silent():
+                write = write_features if self._is_projected else write_gramian
+                write(path, loaded, self._train, own.of_train(), compute, code="")
+        if self._is_projected:
+            with self._open_features(name) as train, bar.silent():
+                given = self._normal_matrix(name), train, own.of_normal_matrix()
+                if not _is_normal_matrix_of(*given):
                     write_normal_matrix(*given, code="", memory_mb=compute.memory_mb)
         return loaded.checkpoint_digests["sha256"]
 

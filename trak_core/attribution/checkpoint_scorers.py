@@ -12,7 +12,6 @@ from trak_core.attribution.device import Compute
 from trak_core.attribution.fitted_checkpoint import (
     DampedGradients,
     MemoryPart,
-    ReadRows,
     read_rows,
     similarity_rows,
 )
@@ -35,17 +34,49 @@ def stored_columns(file: Artifact) -> dict[str, np.ndarray]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Scorer:
-    """A loaded checkpoint, with the training samples, their columns, and the norm ||B||."""
+class Scorer:
+    """A loaded checkpoint, and the results of ``Attributor.fit`` for its training samples.
+
+    Attributes:
+        train: The training samples.
+        columns: Their ``stored_columns``.
+        norm: The norm ||B||, or None if scores are not divided by it.
+        damped: The factorized matrix N + ridge I, or the damped Gramian for exact scores.
+        features: Phi_c, in a file or in memory. None for exact scores.
+    """
 
     loaded: LoadedModel
     spec: ScoresSpec
     train: Split
     columns: Mapping[str, np.ndarray]
     norm: float | None
+    damped: DampedMatrix | DampedGradients
+    features: Rows | np.ndarray | None = None
 
-    def _part(self, rows: ReadRows, targets: Split, columns: Sequence[Tensor]) -> MemoryPart:
-        """Return rows of A_c with the columns of all samples. Those of targets are ``columns``."""
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the model, the factorization, and the features or the Gramian."""
+        tensors = [*self.loaded.model.parameters(), *self.loaded.model.buffers()]
+        n_bytes = sum(tensor.nbytes for tensor in tensors)
+        if isinstance(self.damped, DampedGradients):
+            return n_bytes + 2 * self.damped.damped.gramian.nbytes
+        assert self.features is not None
+        return n_bytes + self.features[:1].nbytes * len(self.features) + self.damped.factor.nbytes
+
+    def score(self, targets: Split, compute: Compute) -> MemoryPart:
+        """Return A_c, with labels, outputs and predictions of all samples.
+
+        A_c is Phi_c (N + ridge I)^-1 T_c^T. For exact scores, it is that of ``DampedGradients``,
+        and each call differentiates all training samples.
+        """
+        if isinstance(self.damped, DampedGradients):
+            values, columns = self._exact(targets, self.damped, compute)
+            rows = read_rows(values)
+        else:
+            assert self.features is not None
+            target_phi, columns = self._target_features(targets, compute)
+            phi = read_rows(self.features, normalize=self.spec.normalize)
+            rows = similarity_rows(phi, self.damped.solve(target_phi.T))
         arrays = [(c.float() if c.is_floating_point() else c).cpu().numpy() for c in columns]
         own = dict(zip(_COLUMNS, arrays, strict=False))
         vectors = {"loss_weights": self.columns["loss_weights"]}
@@ -54,24 +85,20 @@ class _Scorer:
             vectors |= {f"{side}_{key}": values[key] for key in _COLUMNS[:3]}
         return MemoryPart(rows, vectors, self.norm or 1.0)
 
-
-@dataclass(frozen=True, slots=True)
-class ProjectedScorer(_Scorer):
-    """Score by projected gradients. The features Phi_c are in a file or in memory."""
-
-    damped: DampedMatrix
-    features: Rows | np.ndarray
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of the training samples' features and of the factorization."""
-        return self.features[:1].nbytes * len(self.features) + self.damped.factor.nbytes
-
-    def score(self, targets: Split, compute: Compute) -> MemoryPart:
-        """Return A_c = Phi_c (N + ridge I)^-1 T_c^T, with labels and outputs of the samples."""
-        features, columns = self._target_features(targets, compute)
-        phi = read_rows(self.features, normalize=self.spec.normalize)
-        return self._part(similarity_rows(phi, self.damped.solve(features.T)), targets, columns)
+    def _exact(
+        self, targets: Split, gradients: DampedGradients, compute: Compute
+    ) -> tuple[np.ndarray, list[Tensor]]:
+        """Return exact A_c, shape (n, m), float32, and the targets' columns."""
+        exact_need(len(gradients.damped.gramian), len(targets.ids)).check(compute.memory_mb)
+        if not self.loaded.reproduces(self.train, self.columns):
+            raise InputError(
+                "With `projection: exact`, `fit` and `score` must use the same training samples "
+                "and model. Found different model outputs. Call `fit` again.",
+                code="attribution.changed_data",
+            )
+        given = self.loaded, self.train, targets, self.spec.features, compute
+        cross, columns = inner_products(*given)
+        return gradients.similarities(cross).astype(np.float32), columns
 
     def _target_features(self, targets: Split, compute: Compute) -> tuple[np.ndarray, list[Tensor]]:
         """Return targets' features (m, k), rounded to the stored dtype, as float64, and columns."""
@@ -91,6 +118,8 @@ class ProjectedScorer(_Scorer):
 
         Pairs are positions in ``train`` and targets.
         """
+        assert isinstance(self.damped, DampedMatrix)
+        assert self.features is not None
         (samples,) = self.loaded.ordered(targets)
         if not count_tokens(self.loaded.batch(samples, 0, 1), self.loaded):
             raise InputError(
@@ -103,33 +132,3 @@ class ProjectedScorer(_Scorer):
         splits = self.train.take([self.train.ids[row] for row in train]), targets
         given = self.loaded, self.spec, self.damped, splits, (phi, target_phi), pairs, compute
         return cut_pairs(*given)
-
-
-@dataclass(frozen=True, slots=True)
-class ExactScorer(_Scorer):
-    """Score by inner products of gradients. Each call differentiates all training samples."""
-
-    gradients: DampedGradients
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of the Gramian and of its factorization."""
-        return 2 * self.gradients.damped.gramian.nbytes
-
-    def score(self, targets: Split, compute: Compute) -> MemoryPart:
-        """Return A_c of ``DampedGradients``, with labels and outputs of the samples."""
-        n_rows = len(self.gradients.damped.gramian)
-        exact_need(n_rows, len(targets.ids)).check(compute.memory_mb)
-        if not self.loaded.reproduces(self.train, self.columns):
-            raise InputError(
-                "With `projection: exact`, `fit` and `score` must use the same training samples "
-                "and model. Found different model outputs. Call `fit` again.",
-                code="attribution.changed_data",
-            )
-        given = self.loaded, self.train, targets, self.spec.features, compute
-        cross, columns = inner_products(*given)
-        values = self.gradients.similarities(cross).astype(np.float32)
-        return self._part(lambda start, stop: values[start:stop], targets, columns)
-
-
-Scorer = ProjectedScorer | ExactScorer

@@ -20,12 +20,7 @@ from trak_core.artifacts import (
     Rows,
     open_artifact,
 )
-from trak_core.attribution.checkpoint_scorers import (
-    ExactScorer,
-    ProjectedScorer,
-    Scorer,
-    stored_columns,
-)
+from trak_core.attribution.checkpoint_scorers import Scorer, stored_columns
 from trak_core.attribution.device import Compute, float32_precision
 from trak_core.attribution.fitted_checkpoint import (
     DampedGradients,
@@ -113,7 +108,32 @@ class FittedAttributor(ABC):
                 needs less memory. ``Scores.frame`` is then not available.
             top: The number of positive and of negative top influences to keep for each target.
         """
-        return self._score(split_of_data(target_data, ids), keep=keep, top=top)
+        if keep not in {"full", "top_k"}:
+            raise InputError(
+                f"`keep` must be full or top_k. Found {keep!r}.", code="attribution.scoring"
+            )
+        targets = split_of_data(target_data, ids)
+        n_steps = len(targets.ids) if self._is_projected else len(self._train.ids)
+
+        def parts_of_checkpoints() -> list[MemoryPart]:
+            # Scorers that are not kept are freed before the next one is read.
+            return [
+                self._scorer(name).score(targets, self._compute_beside_held(name))
+                for name in self.checkpoints
+            ]
+
+        with self._reading():
+            with progress_bar("score", len(self.checkpoints) * n_steps) as bar, bar.counting():
+                parts = self._retry_with_memory(parts_of_checkpoints)
+            return Scores.of_parts(
+                parts,
+                self.settings,
+                keep=keep,
+                top=top,
+                memory_mb=self._compute.memory_mb,
+                show=self._show_function(targets),
+                samples=targets,
+            )
 
     def self_influence(self) -> pd.DataFrame:
         """Return the absolute value of each training sample's score for itself.
@@ -226,25 +246,6 @@ class FittedAttributor(ABC):
         expected = dict.fromkeys(FeaturesSpec.LEFT_OUT) | loaded.file_spec(own, projection)
         return [key for key in expected if expected[key] != file.spec.get(key)]
 
-    def _score(self, targets: Split, *, keep: str, top: int) -> Scores:
-        if keep not in {"full", "top_k"}:
-            raise InputError(
-                f"`keep` must be full or top_k. Found {keep!r}.", code="attribution.scoring"
-            )
-        n_steps = len(targets.ids) if self._is_projected else len(self._train.ids)
-        with self._reading():
-            with progress_bar("score", len(self.checkpoints) * n_steps) as bar, bar.counting():
-                parts = self._retry_with_memory(lambda: self._parts(targets))
-            return Scores.of_parts(
-                parts,
-                self.settings,
-                keep=keep,
-                top=top,
-                memory_mb=self._compute.memory_mb,
-                show=self._show_function(targets),
-                samples=targets,
-            )
-
     def _retry_with_memory(self, compute: Callable[[], Any]) -> Any:
         """Return ``compute()``. If memory is insufficient, free all scorers and try again."""
         with float32_precision(self.settings.features.precision):
@@ -262,17 +263,10 @@ class FittedAttributor(ABC):
         memory_mb = self._compute.memory_mb // (1 + (self._holds and name in self._held))
         return replace(self._compute, memory_mb=memory_mb)
 
-    def _parts(self, targets: Split) -> list[MemoryPart]:
-        # Scorers that are not kept are freed before the next one is read.
-        return [
-            self._scorer(name).score(targets, self._compute_beside_held(name))
-            for name in self.checkpoints
-        ]
-
     def _scorer(self, name: str) -> Scorer:
         """Return a checkpoint's scorer. If it reads features from a file, ``_files`` closes it."""
         scorer = self._held.get(name) or self._read_scorer(name)
-        if isinstance(scorer, ProjectedScorer) and isinstance(scorer.features, Rows):
+        if isinstance(scorer.features, Rows):
             self._files.callback(scorer.features.artifact.held.close)
         return scorer
 
@@ -297,14 +291,13 @@ class FittedAttributor(ABC):
                         damped, norm = read_normal_matrix(matrix, file, own)
                     except ArtifactError:
                         self._refuse(matrix.path, ["scoring"])
-                scorer = ProjectedScorer(*given, norm, damped, file.matrix("features"))
+                scorer = Scorer(*given, norm, damped, file.matrix("features"))
             else:
                 gradients = DampedGradients.read(file, own)
-                scorer = ExactScorer(*given, gradients.norm, gradients)
-            tensors = [*loaded.model.parameters(), *loaded.model.buffers()]
-            needed = scorer.n_bytes + sum(tensor.nbytes for tensor in tensors)
-            self._holds &= len(self.checkpoints) * needed <= self._compute.memory_mb * 2**19
-            if self._holds and isinstance(scorer, ProjectedScorer):
+                scorer = Scorer(*given, gradients.norm, gradients)
+            needed = len(self.checkpoints) * scorer.n_bytes
+            self._holds &= needed <= self._compute.memory_mb * 2**19
+            if self._holds and scorer.features is not None:
                 scorer = replace(scorer, features=scorer.features[:])
         if self._holds or len(self.checkpoints) == 1:
             self._held[name] = scorer
@@ -335,7 +328,6 @@ class FittedAttributor(ABC):
         with progress_bar("tokens", n_steps) as bar, bar.counting():
             for name in self.checkpoints:
                 scorer = self._scorer(name)
-                assert isinstance(scorer, ProjectedScorer)
                 compute = self._compute_beside_held(name)
                 cuts.append(scorer.cut(rows, targets, positions, compute))
                 loss_weights.append(scorer.columns["loss_weights"][rows])

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trak_core.attribution.batch_by_length import OrderedSamples, StoredSamples, order_samples
+from trak_core.attribution.batch_by_length import OrderedSamples, order_samples
 from trak_core.attribution.deferred_logits import MarginsOfTokens, vocabulary_size
 from trak_core.attribution.device import set_float32_precision
 from trak_core.attribution.sample_outputs import N_OTHERS, OTHERS_SEED, model_output
@@ -190,17 +190,6 @@ class LoadedModel:
             return self
         model = MarginsOfTokens(self.model, self.output)
         return replace(self, model=model, output=model.output)
-
-    def stored(self, samples: OrderedSamples) -> StoredSamples:
-        """Read all samples into memory on the model's device."""
-        return StoredSamples(samples, [self.batch(samples, i, i + 1) for i in range(len(samples))])
-
-    def few_checked(self, stored: StoredSamples) -> Batch:
-        """Return the samples of ``few``, after checking the labels of all samples."""
-        few, n_classes = self.few(stored.samples)
-        for part, sample_id in zip(stored.parts, stored.samples.split.ids, strict=True):
-            check_labels(part.labels, self.output, n_classes, [sample_id])
-        return few
 
     def few(self, samples: OrderedSamples) -> tuple[Batch, int | None]:
         """Return a few samples, the longest text first, and the result of ``count_classes``."""

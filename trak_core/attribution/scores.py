@@ -16,9 +16,7 @@ from trak_core.attribution.combine_checkpoints import (
     add_improving_signs,
     fast_rows,
     influence_table,
-    mean,
     sample_table,
-    summarized,
 )
 from trak_core.attribution.fitted_checkpoint import MemoryPart, score_rows
 from trak_core.attribution.score_formulas import unit_of
@@ -82,7 +80,6 @@ class Scores:
         block = min(need.rows(memory_mb), fast_rows(m))
         ends = [parts[spec.checkpoints.index(checkpoint)] for checkpoint in spec.ends]
         targets, train = (sample_table(ends, side, block) for side in ("target", "train"))
-        (train["loss_weight"],) = summarized(ends, "loss_weights", n, block, mean)
         about = about_output(spec.features.model_output)
         add_improving_signs(targets, about, is_mean=False)
         read = score_rows(parts, [part.rows for part in parts], spec)

@@ -107,42 +107,32 @@ def _cut(
     )
     with samples.naming_longest():
         room = needed.room(loaded.device, memory_mb)
-    model = loaded.model, loaded.parameters, loaded.output
     method = loaded.method_of(loaded, few, reads_terms=Shares.reads_terms)
-    pairs_of: dict[int, list[int]] = {}
-    for number, (sample, _) in enumerate(side_pairs):
-        pairs_of.setdefault(sample, []).append(number)
-
-    def computed(first: int, last: int) -> tuple[list[int], list[np.ndarray], np.ndarray]:
-        batch = loaded.batch(samples, first, last)
-        in_batch = [pairs_of.get(int(row), []) for row in samples.rows[first:last]]
-        numbers = [number for own in in_batch for number in own]
-        positions = [b for b, own in enumerate(in_batch) for _ in own]
-        vector_rows = [side_pairs[number][1] for number in numbers]
-        pairs = Pairs(
-            torch.tensor(positions, dtype=torch.long, device=loaded.device),
-            torch.tensor(vector_rows, dtype=torch.long, device=loaded.device),
-        )
-        n_tokens = count_tokens(batch, loaded)
-        shares = Shares(loaded.parameters, directions, pairs, n_tokens)
-        method(*model, batch, shares)
-        lengths = [n_tokens] * len(batch) if batch.lengths is None else batch.lengths.tolist()
-        by_token = shares.by_token.cpu().numpy()
-        # Padding has a score of 0 and is removed.
-        tokens = [
-            np.append(row[: lengths[b]], row[-1])
-            for row, b in zip(by_token, positions, strict=True)
-        ]
-        return numbers, tokens, shares.by_parameter.cpu().numpy()
-
+    sample_of, vector_of = np.array(side_pairs).T
     tokens: list[np.ndarray] = [np.zeros(1)] * len(side_pairs)
     by_parameter = np.zeros((len(side_pairs), len(loaded.parameters)))
-    n_samples = len(split.ids)
-    chunks = in_chunks(computed, n_samples, samples.batches_of(compute.batch_size, room))
-    for _, _, (numbers, some, sums) in with_progress(chunks, n_samples, "samples"):
-        by_parameter[numbers] = sums
-        for number, row in zip(numbers, some, strict=True):
-            tokens[number] = row
+
+    def compute_batch(first: int, last: int) -> None:
+        batch = loaded.batch(samples, first, last)
+        # The position of each pair's sample in the batch, or -1.
+        positions = np.full(len(samples), -1)
+        positions[samples.rows[first:last]] = np.arange(last - first)
+        positions = positions[sample_of]
+        numbers = np.argsort(positions, kind="stable")[(positions < 0).sum() :]
+        columns = positions[numbers], vector_of[numbers]
+        pairs = Pairs(*(torch.from_numpy(column).to(loaded.device) for column in columns))
+        n_tokens = count_tokens(batch, loaded)
+        shares = Shares(loaded.parameters, directions, pairs, n_tokens)
+        method(loaded.model, loaded.parameters, loaded.output, batch, shares)
+        lengths = [n_tokens] * len(batch) if batch.lengths is None else batch.lengths.tolist()
+        by_parameter[numbers] = shares.by_parameter.cpu().numpy()
+        for number, row in zip(numbers, shares.by_token.cpu().numpy(), strict=True):
+            # Padding has a score of 0 and is removed.
+            tokens[number] = np.append(row[: lengths[positions[number]]], row[-1])
+
+    n, at_once = len(samples), samples.batches_of(compute.batch_size, room)
+    for _ in with_progress(in_chunks(compute_batch, n, at_once), n, "samples"):
+        pass
     return tokens, by_parameter
 
 

@@ -220,7 +220,7 @@ class OpenRun(FittedAttributor):
         # Ids can have different types, so positions replace them. The id of a single sample is kept
         # for error messages.
         ids: Any = [group[0].id] if len(group) == 1 else [*range(len(group))]
-        scores = self._score(Split([asked.sample for asked in group], ids), keep="full", top=k)
+        scores = self.score(Split([asked.sample for asked in group], ids), top=k)
         token_scores = self._tokens(group, scores, k) if tokens else None
         targets, answers = scores.targets.to_dict("records"), []
         with self._at_work():
