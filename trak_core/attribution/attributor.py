@@ -1,6 +1,7 @@
 """The class ``Attributor``: scores of training samples for targets, in one Python process."""
 
 import copy
+import re
 import shutil
 import tempfile
 import weakref
@@ -12,21 +13,11 @@ from typing import Any, Literal, NoReturn, Self
 
 import pandas as pd
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trak_core.artifacts import NORMAL_MATRIX, Artifact, open_artifact
-from trak_core.attribution.attributor_arguments import (
-    Output,
-    Weights,
-    check_scoring,
-    device_named,
-    name_of_output,
-    read_checkpoints,
-    without_none,
-)
-from trak_core.attribution.checkpoint_scorers import stored_columns
-from trak_core.attribution.device import Compute, float32_precision
-from trak_core.attribution.fitted_attributor import FittedAttributor, Setup
+from trak_core.attribution.device import PRECISIONS, Compute, float32_precision, takes_cuda
+from trak_core.attribution.fitted_attributor import FittedAttributor, Setup, stored_columns
 from trak_core.attribution.fitted_checkpoint import (
     normal_matrix_specs,
     training_table,
@@ -36,21 +27,35 @@ from trak_core.attribution.inner_products import write_gramian
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.model_fit import fit_of
 from trak_core.attribution.write_features import write_features
-from trak_core.config.checkpoint_list import are_from_along_runs, checkpoint_table, runs_of
+from trak_core.config.checkpoint_list import (
+    Checkpoint,
+    are_from_along_runs,
+    checkpoint_table,
+    runs_of,
+    seeming_runs,
+)
 from trak_core.config.cross_checks import check_exact, check_label_draws, check_preconditioner
 from trak_core.config.memory_needs import normal_matrix_need
 from trak_core.config.scoring_settings import features_spec, fill_in_scoring, scores_spec
 from trak_core.dependency_digests import content_digest
 from trak_core.errors import InputError, listed
-from trak_core.model_outputs.about_outputs import about_output, output_name
+from trak_core.model_outputs.about_outputs import (
+    TABLE,
+    about_output,
+    function_location,
+    output_name,
+)
 from trak_core.model_outputs.model_output import ModelOutput, own_output
 from trak_core.runtime.progress import notice, progress_bar
-from trak_core.settings import TRAIN, NormalSpec
+from trak_core.settings import TRAIN, Combine, NormalSpec, Weighting
 from trak_core.study.given_data import split_of_data, subset_digest
 from trak_core.study.study import Study
 
 # This text replaces the digest of the data if features are stored in a temporary folder.
 _IN_MEMORY = "in memory"
+
+Weights = str | Path | Mapping[str, Any]
+Output = str | ModelOutput | Callable[..., Tensor]
 
 
 class Attributor(FittedAttributor):
@@ -159,12 +164,12 @@ class Attributor(FittedAttributor):
         threads: int | None = None,
         describe: Callable[[Any], str] | None = None,
     ) -> None:
-        table, self._weights = read_checkpoints(checkpoints)
-        name = name_of_output(output)
+        table, self._weights = _read_checkpoints(checkpoints)
+        name = _name_of_output(output)
         config: dict[str, Any] = {
             "model_output": name,
-            "projection": projection or without_none(kind=kind, proj_dim=proj_dim, seed=seed),
-            "scoring": without_none(
+            "projection": projection or _without_none(kind=kind, proj_dim=proj_dim, seed=seed),
+            "scoring": _without_none(
                 damping=damping,
                 weighting=weighting,
                 combine=combine,
@@ -181,13 +186,13 @@ class Attributor(FittedAttributor):
             "answers": {"tokens": False},
         }
         fill_in_scoring(config, along=are_from_along_runs(table))
-        check_scoring(config["scoring"] | config["compute"])
+        _check_scoring(config["scoring"] | config["compute"])
         check_exact(config)
         check_preconditioner(config)
         check_label_draws(config)
         state_dicts = {id_: c.state_dict for id_, c in table.items() if c.state_dict}
         spec = scores_spec(config, features_spec(config, "", state_dicts), runs_of(table))
-        torch_device = device_named(device, projects=projection is None)
+        torch_device = _device_named(device, projects=projection is None)
         compute = Compute(torch_device, batch_size, memory_mb, threads or torch.get_num_threads())
         super().__init__()
         self._setup = Setup(spec, compute)
@@ -208,7 +213,7 @@ class Attributor(FittedAttributor):
         checkpoints = config["checkpoints"]
         if isinstance(checkpoints, str):  # the path of a table of checkpoints
             checkpoints = {
-                name: without_none(path=c.path, run=c.run, at=c.at, state_dict=c.state_dict)
+                name: _without_none(path=c.path, run=c.run, at=c.at, state_dict=c.state_dict)
                 for name, c in checkpoint_table(checkpoints, None).items()
             }
         attributor = cls(
@@ -363,3 +368,90 @@ def _is_normal_matrix_of(path: Path, train: Artifact, spec: NormalSpec) -> bool:
     with open_artifact(path, NORMAL_MATRIX) as file:
         expected, stored = normal_matrix_specs(file, train, spec)
         return expected == stored
+
+
+def _without_none(**settings: Any) -> dict[str, Any]:
+    """Return the settings that are not None, by name."""
+    return {key: value for key, value in settings.items() if value is not None}
+
+
+def _read_checkpoints(given: Any) -> tuple[dict[str, Checkpoint], dict[str, Any]]:
+    """Return the checkpoints by id, sorted, and a path, a state dict or None for each id."""
+    if given is None:
+        return {"model": Checkpoint("model", path="")}, {"model": None}
+    if isinstance(given, str | Path) or _is_state_dict(given):
+        given = [given]
+    if not isinstance(given, Mapping):
+        stems = [_id_of(w) if isinstance(w, str | Path) else "" for w in given]
+        are_names = all(stems) and len({*stems}) == len(stems)
+        given = {stems[i] if are_names else str(i): weights for i, weights in enumerate(given)}
+    entries: dict[str, Any] = {}
+    in_memory: dict[str, Any] = {}
+    for name, weights in given.items():
+        is_entry = isinstance(weights, Mapping) and not _is_state_dict(weights)
+        entry = dict(weights) if is_entry else {"path": weights}
+        if isinstance(entry.get("path"), Mapping):
+            in_memory[str(name)] = entry["path"]
+            entry["path"] = ""  # so that no training step is read from the name of a folder
+        entries[str(name)] = {k: str(v) if k == "path" else v for k, v in entry.items()}
+    table = checkpoint_table(entries, None)
+    paths = {name: Path(c.path) for name, c in table.items() if c.path}
+    missing = [path for path in paths.values() if not path.exists()]
+    if missing:
+        raise InputError(
+            f"A checkpoint must be an existing file or folder. Found nothing at {missing[0]}.",
+            code="attribution.no_checkpoint",
+        )
+    if told := seeming_runs(table):
+        notice(told)
+    return table, paths | in_memory
+
+
+def _id_of(path: str | Path) -> str:
+    """Return the id of a file, such as ``epoch_1-step_60`` for ``epoch=1-step=60.ckpt``."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", Path(path).stem).lstrip(".-")
+
+
+def _is_state_dict(given: Any) -> bool:
+    is_filled = isinstance(given, Mapping) and bool(given)
+    return is_filled and all(isinstance(value, Tensor) for value in given.values())
+
+
+def _name_of_output(output: Output) -> str:
+    """Return the name of a model output, which is stored in files."""
+    if isinstance(output, str):
+        if output not in TABLE and function_location(output) is None:
+            raise InputError(
+                f"`output` must be one of {', '.join(TABLE)}; `file.py:function`; a function; or a "
+                f"ModelOutput. Found {output!r}.",
+                code="attribution.output",
+            )
+        return output
+    function = output.value if isinstance(output, ModelOutput) else output
+    return str(getattr(function, "__qualname__", type(function).__name__))
+
+
+def _check_scoring(scoring: Mapping[str, Any]) -> None:
+    """Raise an error for values that the schema of the config does not allow."""
+    power, damping = scoring["loss_weight_power"], scoring["damping"]
+    if not 0 < power <= 1 or not 0 <= damping < float("inf"):
+        raise InputError(
+            "`loss_weight_power` must be above 0 and at most 1, and `damping` at least 0. Found "
+            f"{power} and {damping}.",
+            code="attribution.scoring",
+        )
+    for key, values in (("combine", Combine), ("weighting", Weighting), ("precision", PRECISIONS)):
+        if scoring[key] not in [*values]:
+            raise InputError(
+                f"`{key}` must be one of {', '.join(values)}. Found {scoring[key]!r}.",
+                code="attribution.scoring",
+            )
+
+
+def _device_named(given: str | torch.device, *, projects: bool) -> torch.device:
+    """Return a device. See ``takes_cuda`` for ``projects`` and errors."""
+    if given == "auto":
+        given = "cuda" if takes_cuda("auto") else "cpu"
+    device = torch.device(given)
+    takes_cuda(device.type, projects=projects)
+    return device

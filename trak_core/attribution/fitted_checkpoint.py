@@ -219,12 +219,12 @@ class DampedGradients:
     for drawn labels. The Gramian is R R^T. The normal matrix R^T W R uses only the drawn labels: W
     is 1 / S for their gradients and 0 for gradients of the model output.
 
-    ``inverse_lengths`` are 1 / |g_i| of the training gradients g_i, by which rows of R J_t^T are
-    multiplied, or None for 1. ``norm`` is ||B||, or None if scores are not divided by it.
+    ``factors`` multiply the rows of R. With ``normalize``, they are 1 / |g_i| of the training
+    gradients g_i. ``norm`` is ||B||, or None if scores are not divided by it.
     """
 
     damped: DampedGramian
-    inverse_lengths: np.ndarray | None
+    factors: np.ndarray
     n_samples: int
     norm: float | None
 
@@ -232,25 +232,22 @@ class DampedGradients:
     def read(cls, train: Artifact, spec: ScoresSpec) -> Self:
         """Factorize a stored Gramian of the training samples."""
         weights, gramian = normal_weights(train, spec.curvature_power), stored_products(train)
-        n, draws, inverse = len(weights), spec.features.label_draws, None
+        n, draws = len(weights), spec.features.label_draws
         if draws:
             weights = np.repeat([0.0, 1 / draws], [n, n * draws])
-        if spec.normalize:
-            inverse = inverse_lengths(gramian)
-            gramian *= inverse
-            gramian *= inverse.T
+        factors = inverse_lengths(gramian) if spec.normalize else np.ones((len(gramian), 1))
+        gramian *= factors
+        gramian *= factors.T
         # Damping refers to a mean over n samples. ``factorize`` takes the mean over n (1 + S) rows.
         damped = DampedGramian.factorize(gramian, weights, spec.damping * (1 + draws))
         norm = None
         if spec.norm_power is not None:
             norm = damped.train_norm(powered(train.vector("loss_weights"), spec.norm_power))
-        return cls(damped, inverse, n, norm)
+        return cls(damped, factors, n, norm)
 
     def similarities(self, cross: np.ndarray) -> np.ndarray:
         """Return A_c, shape (n, m), from the products R J_t^T of ``inner_products``."""
-        if self.inverse_lengths is not None:
-            cross = cross * self.inverse_lengths
-        return self.damped.similarities(cross)[: self.n_samples]
+        return self.damped.similarities(cross * self.factors)[: self.n_samples]
 
 
 def training_table(files: Sequence[Artifact]) -> dict[str, Any]:

@@ -49,8 +49,9 @@ from trak_core.study.load_checkpoint import (
 from trak_core.study.optimizer_state import adam_scales
 from trak_core.study.study import Study
 
-_FEW = 8  # samples that are checked before the expensive work
-_COMPARED = 8  # samples whose outputs are compared with stored ones
+# The number of samples that are checked before the expensive work, or whose model outputs are
+# compared with stored ones.
+_FEW = 8
 # Bytes for each logit if all logits are computed together. GPT-2 and Llama needed 11 to 16.
 _LOGIT_BYTES = 16
 # If the logits of a text need more than 1/4 of the memory, they are computed in pieces.
@@ -172,9 +173,14 @@ class LoadedModel:
         return self._on_device(batch)
 
     def _on_device(self, batch: Batch) -> Batch:
-        batch = batch.mapped(lambda tensor: _moved(tensor, self.device))
+        def moved(tensor: Tensor) -> Tensor:
+            if self.device.type == "cuda" and tensor.device.type == "cpu":
+                # A copy from pinned memory does not wait for the GPU.
+                return tensor.pin_memory().to(self.device, non_blocking=True)
+            return tensor.to(self.device)
+
         needs_labels = isinstance(self.model, MarginsOfTokens)
-        return replace(batch, gives_labels=True) if needs_labels else batch
+        return replace(batch.mapped(moved), gives_labels=batch.gives_labels or needs_labels)
 
     def in_pieces(self, samples: OrderedSamples, memory_mb: int) -> Self:
         """Return a model that computes logits in pieces if all logits would need much memory.
@@ -235,7 +241,7 @@ class LoadedModel:
         Eight samples are compared, which detects most changes of the model's code, the output
         function and the data. ``columns`` are the stored values of all samples, shape (n,) each.
         """
-        rows = np.unique(np.linspace(0, len(data.ids) - 1, _COMPARED).astype(int))
+        rows = np.unique(np.linspace(0, len(data.ids) - 1, _FEW).astype(int))
         functions = self.output.value, self.output.loss_weight
         current = []
         with torch.no_grad(), in_evaluation_mode(self.model):
@@ -268,10 +274,3 @@ class LoadedModel:
         if about_output(spec.model_output).needs_pairs:
             file_spec["other_pairs"] = {"drawn": N_OTHERS, "seed": OTHERS_SEED}
         return file_spec
-
-
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device. Copies from pinned memory do not wait for a GPU."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)

@@ -1,21 +1,34 @@
 """Split the scores of pairs of texts by the tokens of either text, and by parameters."""
 
-from collections.abc import Sequence
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 import numpy as np
 import pandas as pd
 import torch
+from torch import Tensor, nn
 
 from trak_core.attribution.device import Compute
 from trak_core.attribution.loaded_model import LoadedModel
+from trak_core.attribution.project_gradients import factors_of
 from trak_core.attribution.solve import DampedMatrix
-from trak_core.attribution.token_shares import Directions, Pairs, Shares
 from trak_core.attribution.write_features import projection_for
 from trak_core.gradients import Batch, in_chunks
-from trak_core.gradients.gradient_terms import PIECE
+from trak_core.gradients.gradient_terms import (
+    PIECE,
+    Contribution,
+    Dense,
+    Lookup,
+    Outer,
+    summed_parts,
+)
+from trak_core.gradients.margins_in_pieces import BiasFactors, MarginFactors
+from trak_core.projection import Contractions, back_project
 from trak_core.runtime.progress import with_progress
-from trak_core.settings import ProjectionSpec, ScoresSpec
+from trak_core.settings import ProjectionSpec, ScoresSpec, matrix_shape
 from trak_core.study.dataset_split import Split
 
 SIDES = ("train", "target")
@@ -162,3 +175,256 @@ def token_tables(
     layers["layer"] = np.tile(np.array(names, dtype=object), len(top))
     layers["score"] = by_layer.T.flatten()
     return tokens, layers
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Pairs of a sample and a vector: ascending positions in a batch, and rows of the vectors."""
+
+    samples: Tensor
+    vectors: Tensor
+
+    def groups(self, pairs: Tensor | None = None) -> list[tuple[int, slice]]:
+        """Return each sample with the slice of its pairs, among all pairs or among ``pairs``."""
+        samples = self.samples if pairs is None else self.samples[pairs]
+        distinct, sizes = samples.unique_consecutive(return_counts=True)
+        ends = sizes.cumsum(0)
+        columns = torch.stack([distinct, ends - sizes, ends], dim=1).tolist()
+        return [(sample, slice(start, end)) for sample, start, end in columns]
+
+
+# A function of a sample and directions (n, entries). It returns the inner products of directions
+# with the terms of the sample's gradient, shape (n, positions).
+_Inner = Callable[[int, Tensor], Tensor]
+
+
+class Directions:
+    """Vectors v in the projected space, and the entries of R v that belong to each parameter.
+
+    These entries are called directions. Those of small parameters, with at most ``PIECE`` entries
+    in total, are computed once. The vectors have shape (m, k), float32. ``scales`` multiply the
+    entries of gradients, by parameter name.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        projection: ProjectionSpec,
+        vectors: Tensor,
+        scales: Mapping[str, Tensor] | None = None,
+    ):
+        self._vectors, self._projection = vectors, projection
+        self._scales = {id(parameters[name]): scale for name, scale in (scales or {}).items()}
+        of_matrices = projection.kind.about.of_matrices
+        self._contractions = Contractions.of(projection, vectors) if of_matrices else None
+        self._offsets: dict[int, int] = {}
+        offset = 0
+        for parameter in parameters.values():
+            self._offsets[id(parameter)] = offset
+            offset += parameter.numel()
+        by_size = sorted(parameters.values(), key=Tensor.numel)
+        sums = itertools.accumulate(len(vectors) * parameter.numel() for parameter in by_size)
+        self._small = {id(p) for p, total in zip(by_size, sums, strict=True) if total <= PIECE}
+        self._held: dict[int, Tensor] = {}
+
+    def contractions_of(self, parameter: Tensor) -> Contractions | None:
+        """Return what computes inner products from a gradient's factors, or None if nothing can."""
+        return None if id(parameter) in self._scales else self._contractions
+
+    def rows_of(self, parameter: Tensor, rows: Tensor | slice) -> Tensor:
+        """Return the directions of some vectors, shape (vectors, entries)."""
+        if id(parameter) not in self._small:
+            return self._computed(parameter, rows)
+        if id(parameter) not in self._held:
+            self._held[id(parameter)] = self._computed(parameter, slice(None))
+        return self._held[id(parameter)][rows]
+
+    def _computed(self, parameter: Tensor, rows: Tensor | slice) -> Tensor:
+        offset, n_entries = self._offsets[id(parameter)], parameter.numel()
+        directions = back_project(self._vectors[rows], self._projection, offset, n_entries)
+        scale = self._scales.get(id(parameter))
+        return directions if scale is None else directions * scale.flatten()
+
+
+class Shares:
+    """A consumer of gradients that sums <x, R v> for pairs of a gradient x and a vector v.
+
+    The gradient of a weight is sum_t a_t b_t^T over tokens t, and is never formed. With the
+    direction D of v, the share of token t is a_t^T D b_t. For a tensor sketch, D is not needed if
+    it is cheaper to sketch each token's factors once for all vectors. ``n_tokens`` is the number of
+    tokens of a sample, or 0 for samples that are not texts.
+
+    Attributes:
+        by_token: Shape (pairs, tokens + 1), float64. The last column has the terms that belong to
+            no single token, such as those of position embeddings.
+        by_parameter: Shape (pairs, parameters), float64, with the same sums of rows.
+    """
+
+    in_order: ClassVar[bool] = True
+    reads_terms: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        directions: Directions,
+        pairs: Pairs,
+        n_tokens: int,
+    ):
+        self._directions, self._n_tokens = directions, n_tokens
+        shapes = (len(pairs.samples), n_tokens + 1), (len(pairs.samples), len(parameters))
+        device = pairs.samples.device
+        self._begin(pairs, *(torch.zeros(s, dtype=torch.float64, device=device) for s in shapes))
+        # The index of each parameter among all parameters and among those that are not empty.
+        self._numbers: dict[int, tuple[int, int]] = {}
+        matrix = 0
+        for number, parameter in enumerate(parameters.values()):
+            self._numbers[id(parameter)] = number, matrix
+            matrix += parameter.numel() > 0
+
+    def _begin(self, pairs: Pairs, by_token: Tensor, by_parameter: Tensor) -> None:
+        """Set the pairs, and the tensors to which their shares are added."""
+        self._pairs, self._groups = pairs, pairs.groups()
+        self._distinct = pairs.vectors.unique(return_inverse=True)
+        self.by_token, self.by_parameter = by_token, by_parameter
+
+    def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
+        if not parameter.numel() or not self._groups:
+            return
+        number, matrix = self._numbers[id(parameter)]
+        shape = matrix_shape(parameter.shape)
+        contractions = self._directions.contractions_of(parameter)
+        if contractions is not None:
+            uses = [u for u in uses if not self._contract(contractions, u, shape, number, matrix)]
+        if not uses:
+            return
+        used, indices = self._distinct
+        step = max(1, PIECE // parameter.numel())
+        for start in range(0, len(used), step):
+            chunk = self._directions.rows_of(parameter, used[start : start + step])
+            pairs, groups, in_chunk = slice(None), self._groups, indices
+            if step < len(used):  # Otherwise a GPU need not be awaited.
+                (pairs,) = torch.where((indices >= start) & (indices < start + step))
+                groups, in_chunk = self._pairs.groups(pairs), indices[pairs] - start
+            for first, inner in self._parts(uses, shape):
+                shares = [inner(b, chunk[in_chunk[rows]]) for b, rows in groups]
+                self._add_shares(first, torch.cat(shares), number, pairs)
+
+    def _contract(
+        self,
+        contractions: Contractions,
+        use: Contribution,
+        shape: tuple[int, int],
+        number: int,
+        matrix: int,
+    ) -> bool:
+        """Add the shares of one use, by sketching its factors. Return False if not cheaper."""
+        pairs = self._groups, self._pairs.vectors
+        if isinstance(use, Lookup) and use.matrix == shape:
+            shares = contractions.inner_with_lookups(matrix, use.indices, use.gradients[0], *pairs)
+            self._add_shares(self._first(use, use.indices.shape[1]), shares, number)
+            return True
+        n_tokens, factors = factors_of(use, shape)
+        sizes = use.n_rows, len(self._pairs.samples), n_tokens
+        if not n_tokens or not contractions.prefers_factors(*sizes, matrix):
+            return False
+        first = self._first(use, n_tokens)
+        for left, right in factors:
+            shares = contractions.inner_with_products(matrix, left, right, *pairs)
+            self._add_shares(first, shares, number)
+            first = None if first is None else first + shares.shape[1]
+        return True
+
+    def _add_shares(
+        self, first: int | None, shares: Tensor, number: int, rows: Tensor | slice = slice(None)
+    ) -> None:
+        """Add shares of the tokens from ``first`` on. None adds them to the last column."""
+        shares = shares.double()
+        sums = shares.sum(1)
+        if first is None:
+            self.by_token[rows, -1] += sums
+        else:
+            self.by_token[rows, first : first + shares.shape[1]] += shares
+        self.by_parameter[rows, number] += sums
+
+    def _parts(
+        self, uses: Sequence[Contribution], shape: tuple[int, int]
+    ) -> Iterator[tuple[int | None, _Inner]]:
+        """Yield gradients whose sum over ``uses`` is a parameter's gradient.
+
+        Each is a sum of terms at positions. The first value is the token at the first position, or
+        None if positions are not tokens. The second computes inner products with the terms.
+        """
+        for use in uses:
+            if isinstance(use, MarginFactors | BiasFactors) and use.matrix == shape:
+                of_weight = use.of_weight if isinstance(use, BiasFactors) else use
+                first = self._first(of_weight, of_weight.n_tokens)
+                for outer in use.outers():
+                    yield first, _of_outer(outer, shape)
+                    first = None if first is None else first + outer.inputs.shape[1]
+            elif isinstance(use, Outer) and use.matrix == shape:
+                yield self._first(use, use.inputs.shape[1]), _of_outer(use, shape)
+            elif isinstance(use, Lookup) and use.matrix == shape:
+                yield self._first(use, use.indices.shape[1]), _of_lookup(use, shape)
+            elif isinstance(use, Dense) and use.terms is not None:
+                terms = use.terms()[0]
+                # A scalar parameter's terms lack the last dimension, which this adds.
+                terms = terms.reshape(*terms.shape[:2], shape[0] * shape[1]).float()
+                yield self._first(use, terms.shape[1]), _of_terms(terms)
+            else:
+                for entry, rows in summed_parts([use]):
+                    yield None, _of_terms(rows.float().unsqueeze(1), entry)
+
+    def _first(self, use: Contribution, n_positions: int) -> int | None:
+        """Return 0, the token at the first position, or None if positions are not tokens."""
+        if isinstance(use, MarginFactors):  # no margin predicts token 0 of a causal model
+            return 0 if n_positions <= self._n_tokens else None
+        return 0 if 0 < n_positions == self._n_tokens and not use.has_ranks else None
+
+    def of(self, samples: slice) -> Self:
+        ends = self._pairs.samples.new_tensor([samples.start, samples.stop])
+        rows = slice(*torch.searchsorted(self._pairs.samples, ends).tolist())
+        pairs = Pairs(self._pairs.samples[rows] - samples.start, self._pairs.vectors[rows])
+        other = copy.copy(self)
+        other._begin(pairs, self.by_token[rows], self.by_parameter[rows])
+        return other
+
+    def empty(self) -> Self:
+        other, totals = copy.copy(self), (self.by_token, self.by_parameter)
+        other._begin(self._pairs, *map(torch.zeros_like, totals))
+        return other
+
+    def add(self, other: Self) -> None:
+        self.by_token += other.by_token
+        self.by_parameter += other.by_parameter
+
+    def finish(self) -> None:
+        """Do nothing, because ``take`` has already added all terms."""
+
+
+def _of_terms(terms: Tensor, entry: int = 0) -> _Inner:
+    """Return the function for terms (batch, positions, entries) of entries from ``entry`` on."""
+    part = slice(entry, entry + terms.shape[2])
+    return lambda sample, directions: directions[:, part] @ terms[sample].T
+
+
+def _of_outer(use: Outer, shape: tuple[int, int]) -> _Inner:
+    gradients = use.gradients[0]
+
+    def inner(sample: int, directions: Tensor) -> Tensor:
+        # <a_t b_t^T, D> = a_t^T D b_t for each position t
+        matrices = directions.view(-1, *shape)
+        matrices = matrices.mT if use.is_transposed else matrices
+        return ((use.inputs[sample].float() @ matrices) * gradients[sample].float()).sum(-1)
+
+    return inner
+
+
+def _of_lookup(use: Lookup, shape: tuple[int, int]) -> _Inner:
+    gradients = use.gradients[0]
+
+    def inner(sample: int, directions: Tensor) -> Tensor:
+        # <e_i b_t^T, D> is the inner product of row i of D and b_t.
+        rows = directions.view(-1, *shape)[:, use.indices[sample]]
+        return (rows * gradients[sample].float()).sum(-1)
+
+    return inner
