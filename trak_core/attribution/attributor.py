@@ -306,7 +306,6 @@ class Attributor(FittedAttributor):
             output=own,
             pairs=self._train,
             study=self._setup.study,
-            method_of=self._method_for,
         )
 
     def _refuse(self, path: Path, keys: Sequence[str]) -> NoReturn:
@@ -322,7 +321,7 @@ class Attributor(FittedAttributor):
     def _fit_checkpoint(self, name: str, bar: Any) -> str:
         """Write the missing files of a checkpoint, and return the digest of its weights."""
         path, own, compute = self._features(name), self.settings.under(name), self._compute
-        loaded = self._load(name)
+        loaded = replace(self._load(name), method_of=self._method_for)
         if path.exists() and self._is_current(name, loaded):
             bar.advance(len(self._train.ids))
         else:

@@ -131,16 +131,10 @@ class Scorer:
         joined = [torch.cat(parts) for parts in zip(*columns, strict=True)]
         return np.concatenate(features).astype(np.float64), joined
 
-    def cut(
-        self,
-        train: Sequence[int],
-        targets: Split,
-        pairs: Sequence[tuple[int, int]],
-        compute: Compute,
-    ) -> Cut:
+    def cut(self, train: Sequence[int], targets: Split, pairs: np.ndarray, compute: Compute) -> Cut:
         """Return the result of ``cut_pairs`` for rows ``train`` of training samples, and targets.
 
-        Pairs are positions in ``train`` and targets.
+        ``pairs`` are positions in ``train`` and targets, shape (pairs, 2).
         """
         assert isinstance(self.damped, DampedMatrix)
         assert self.features is not None
@@ -391,7 +385,8 @@ class FittedAttributor(ABC):
         If the scorer of a single checkpoint does not fit, it is kept without features, which are
         read from the file.
         """
-        loaded, own = self._load(name), self.settings.under(name)
+        loaded = replace(self._load(name), method_of=self._method_for)
+        own = self.settings.under(name)
         with self._open_features(name) as file:
             differ = self._differing_keys(name, loaded, file)
             if not differ and file.ids("sample_ids") != self._train.ids:
@@ -434,7 +429,7 @@ class FittedAttributor(ABC):
         """Return the result of ``tokens``. The targets are in the order of their first pairs."""
         train_of, train_ids = pd.factorize(pairs["train_id"])
         target_of, _ = pd.factorize(pairs["target_id"])
-        positions = list(zip(train_of.tolist(), target_of.tolist(), strict=True))
+        positions = np.column_stack([train_of, target_of])
         row_of = {sample_id: row for row, sample_id in enumerate(self._train.ids)}
         rows = [row_of[train_id] for train_id in train_ids.tolist()]
         cuts, loss_weights, norms = [], [], []

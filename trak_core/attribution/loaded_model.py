@@ -97,17 +97,11 @@ class LoadedModel:
 
     @classmethod
     def of_study(
-        cls,
-        study: Study,
-        checkpoint: Path,
-        spec: FeaturesSpec,
-        device: torch.device,
-        method_of: MethodOf = compared_method,
+        cls, study: Study, checkpoint: Path, spec: FeaturesSpec, device: torch.device
     ) -> Self:
         """Return a study's model with the weights of a checkpoint, a file or a folder."""
         pairs = study.split(TRAIN, None) if about_output(spec.model_output).needs_pairs else None
-        given = study.make_model, checkpoint, spec, device
-        return cls.load(*given, pairs=pairs, study=study, method_of=method_of)
+        return cls.load(study.make_model, checkpoint, spec, device, pairs=pairs, study=study)
 
     @classmethod
     def load(
@@ -120,7 +114,6 @@ class LoadedModel:
         output: ModelOutput | None = None,
         pairs: Split | None = None,
         study: Study | None = None,
-        method_of: MethodOf = compared_method,
     ) -> Self:
         """Return the model with weights from a path or state dict. None keeps its weights.
 
@@ -154,7 +147,7 @@ class LoadedModel:
         blocks = Recomputation(model)
         release_freed_memory()
         set_float32_precision(spec.precision)
-        return cls(model, parameters, output, device, digests, blocks, scales, method_of)
+        return cls(model, parameters, output, device, digests, blocks, scales)
 
     def ordered(self, *splits: Split, window: int | None = None) -> list[OrderedSamples]:
         """Return the result of ``order_samples`` for this model."""

@@ -53,7 +53,7 @@ def cut_pairs(
     damped: DampedMatrix,
     splits: tuple[Split, Split],
     features: tuple[np.ndarray, np.ndarray],
-    pairs: Sequence[tuple[int, int]],
+    pairs: np.ndarray,
     compute: Compute,
 ) -> Cut:
     """Return scores of pairs, split by the tokens of training samples, and by those of targets.
@@ -63,7 +63,8 @@ def cut_pairs(
     features of the other sample. Each sample is differentiated once.
 
     ``splits`` are n training samples and m targets, and ``features`` are their features, shapes
-    (n, k) and (m, k), float64. A pair consists of the rows of a training sample and of a target.
+    (n, k) and (m, k), float64. ``pairs`` are rows of training samples and of targets, shape
+    (pairs, 2).
     """
     (phi, target_phi), m = features, len(features[1])
     # With `normalize`, the features of a training sample are divided by their length.
@@ -72,8 +73,8 @@ def cut_pairs(
     solved = damped.solve(np.concatenate([target_phi, phi / lengths[:, None]]).T).T
     given = loaded, projection_for(loaded, spec.of_train()), compute
     tokens, by_parameter = _cut(*given, splits[0], solved[:m], pairs)
-    of_targets, _ = _cut(*given, splits[1], solved[m:], [(target, row) for row, target in pairs])
-    pair_lengths = lengths[[row for row, _ in pairs]]
+    of_targets, _ = _cut(*given, splits[1], solved[m:], pairs[:, ::-1])
+    pair_lengths = lengths[pairs[:, 0]]
     tokens = [values / length for values, length in zip(tokens, pair_lengths, strict=True)]
     layers: dict[str, np.ndarray] = {}
     for name, scores in zip(loaded.parameters, by_parameter.T, strict=True):
@@ -97,7 +98,7 @@ def _cut(
     compute: Compute,
     split: Split,
     solved: np.ndarray,
-    side_pairs: Sequence[tuple[int, int]],
+    side_pairs: np.ndarray,
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """Return scores of pairs by the tokens of samples in ``split``, and by parameter.
 
@@ -121,7 +122,7 @@ def _cut(
     with samples.naming_longest():
         room = needed.room(loaded.device, memory_mb)
     method = loaded.method_of(loaded, few, reads_terms=Shares.reads_terms)
-    sample_of, vector_of = np.array(side_pairs).T
+    sample_of, vector_of = side_pairs.T
     tokens: list[np.ndarray] = [np.zeros(1)] * len(side_pairs)
     by_parameter = np.zeros((len(side_pairs), len(loaded.parameters)))
 

@@ -321,8 +321,7 @@ class OpenRun(FittedAttributor):
     def _load(self, name: str) -> LoadedModel:
         spec = self.settings.features.under(name)
         path = self.run.checkpoint(name)
-        device = self._compute.device
-        return LoadedModel.of_study(self.study, path, spec, device, self._method_for)
+        return LoadedModel.of_study(self.study, path, spec, self._compute.device)
 
     def _refuse(self, path: Path, keys: Sequence[str]) -> NoReturn:
         self.run.refuse_changed(path, keys)

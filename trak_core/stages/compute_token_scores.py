@@ -1,6 +1,7 @@
 """Split an experiment's largest scores into contributions of tokens and of layers."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -97,13 +98,13 @@ def compute_token_scores(
         method_of = partial(
             recorded_method_for, artifact=token_scores, spec=features_spec, code=code
         )
-        given = study, checkpoints[number], features_spec, where
-        loaded = LoadedModel.of_study(*given, method_of)
+        loaded = LoadedModel.of_study(study, checkpoints[number], features_spec, where)
+        loaded = replace(loaded, method_of=method_of)
         current = loaded.file_spec(features_spec, {})["checkpoint"]
         check_same("checkpoints", current, train.spec["checkpoint"], train)
         targets = split_of(study, str(spec.experiment), target_ids, question)
         splits = study.split(TRAIN, None).take(train_ids), targets
-        pairs = list(zip(rows, columns, strict=True))
+        pairs = np.column_stack([rows, columns])
         compute = Compute(where, batch_size, memory_mb, threads)
         given = loaded, own, damped, splits, (phi, target_phi), pairs, compute
         cuts.append(cut_pairs(*given))
