@@ -64,14 +64,6 @@ _LOGIT_PIECES_BYTES = 4 * PIECE_BYTES
 MethodOf = Callable[..., GradientMethod]
 
 
-def compared_method(
-    loaded: "LoadedModel", few: Batch, *, reads_terms: bool = False
-) -> GradientMethod:
-    """Return the gradient method for a model, after comparing the gradients of two samples."""
-    given = loaded.model, loaded.parameters, loaded.output, few
-    return gradient_method(*given, reads_terms=reads_terms)
-
-
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model with the weights of a checkpoint, on a device, and the model output f.
@@ -83,7 +75,8 @@ class LoadedModel:
         blocks: The model's repeated blocks. If a sample needs much memory, their activations are
             recomputed in the backward pass.
         scales: Factors that multiply the entries of gradients, by parameter name, or None.
-        method_of: Chooses the gradient method, given this object and a few samples.
+        method_of: Chooses the gradient method, given this object and a few samples. The default
+            compares the gradients of two samples.
     """
 
     model: nn.Module
@@ -93,7 +86,9 @@ class LoadedModel:
     checkpoint_digests: Mapping[str, str]
     blocks: Recomputation
     scales: dict[str, Tensor] | None = None
-    method_of: MethodOf = compared_method
+    method_of: MethodOf = lambda loaded, few, **more: gradient_method(
+        loaded.model, loaded.parameters, loaded.output, few, **more
+    )
 
     @classmethod
     def of_study(
