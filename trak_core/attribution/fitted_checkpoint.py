@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -39,22 +39,14 @@ from trak_core.settings import Combine, NormalSpec, ScoresSpec
 ReadRows = Callable[[int, int], np.ndarray]
 
 
-class Part(Protocol):
-    """One checkpoint's data for combining scores over checkpoints, in a file or in memory.
-
-    ``vector`` returns entries of ``loss_weights`` (n,), or of ``ids``, ``labels``, ``outputs`` or
-    ``predictions`` of the training samples or targets, such as ``train_labels``. ``scalar`` returns
-    ``train_norm``, the norm ||B||, if scores are divided by it.
-    """
-
-    def vector(self, key: str, start: int = 0, stop: int | None = None) -> np.ndarray: ...
-
-    def scalar(self, key: str) -> float: ...
-
-
 @dataclass(frozen=True, slots=True)
 class MemoryPart:
-    """The implementation of ``Part`` in memory, with a function that returns rows of A_c."""
+    """One checkpoint's data for combining scores over checkpoints, in memory instead of a file.
+
+    ``rows`` returns rows of A_c. ``vectors`` contains ``loss_weights`` (n,), and ``ids``,
+    ``labels``, ``outputs`` and ``predictions`` of the training samples and targets, such as
+    ``train_labels``. ``norm`` is the norm ||B||, or 1 if scores are not divided by it.
+    """
 
     rows: ReadRows
     vectors: Mapping[str, np.ndarray]
@@ -66,6 +58,9 @@ class MemoryPart:
     def scalar(self, key: str) -> float:
         assert key == "train_norm"
         return self.norm
+
+
+Part = Artifact | MemoryPart
 
 
 def read_rows(
