@@ -241,8 +241,9 @@ class DampedGradients:
         return cls(damped, factors, n, norm)
 
     def similarities(self, cross: np.ndarray) -> np.ndarray:
-        """Return A_c, shape (n, m), from the products R J_t^T of ``inner_products``."""
-        return self.damped.similarities(cross * self.factors)[: self.n_samples]
+        """Return A_c, shape (n, m), from R J_t^T of ``inner_products``, which is overwritten."""
+        cross *= self.factors
+        return self.damped.similarities(cross)[: self.n_samples]
 
 
 def training_table(files: Sequence[Artifact]) -> dict[str, Any]:
