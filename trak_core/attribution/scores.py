@@ -199,36 +199,34 @@ class Scores:
     def _repr_html_(self) -> str:
         """Return the first targets with their strongest training samples, for Jupyter."""
         n, m = len(self.train), len(self.targets)
-        head = "<th>Target<th>Pushed up by<th>Pushed down by"
-        rows = [f"<tr>{head}</tr>".replace("<th>", '<th style="text-align: left">')]
-        tables = self.top(_EACH), self.bottom(_EACH)
-        known = self.targets.iloc[:_SHOWN].reset_index().to_dict("records")
-        for target in known:
-            about = self._words_for(target["label"], target["prediction"])
-            cells = [self._shown(True, target["id"], about)]
+        style = ' style="text-align: left; vertical-align: top"'
+        rows = [f"<th{style}>Target<th{style}>Pushed up by<th{style}>Pushed down by"]
+        tables = [
+            t.join(self.train["label"], on="train") for t in (self.top(_EACH), self.bottom(_EACH))
+        ]
+        known = self.targets.iloc[:_SHOWN].reset_index()
+        for target in known[["id", "label", "prediction"]].itertuples(index=False):
+            cells = [self._shown(True, *target)]
             for table in tables:
-                own = table.loc[table["target"] == target["id"], :]
-                own = own.join(self.train["label"], on="train")
-                cell = ""
-                for i, label, score in own[["train", "label", "score"]].itertuples(index=False):
-                    cell += self._shown(False, i, [*self._words_for(label), f"{score:+.3g}"])
-                cells.append(cell)
-            style = '<td style="text-align: left; vertical-align: top">'
-            rows.append(f"<tr>{''.join(style + cell for cell in cells)}</tr>")
+                own = table.loc[table["target"] == target[0], ["train", "label", "score"]]
+                shown = [
+                    self._shown(False, i, label, score=f"{score:+.3g}")
+                    for i, label, score in own.itertuples(index=False)
+                ]
+                cells.append("".join(shown))
+            rows.append("".join(f"<td{style}>{cell}" for cell in cells))
         some = f" {_SHOWN} of {m} targets are shown; all are in top(), bottom() and frame."
         return (
             f"<p>Scores of {n} training samples for {m} targets.{some if m > _SHOWN else ''} "
             f"Unit: {self.unit}</p>"
-            f"<table>{''.join(rows)}</table>"
+            f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
         )
 
-    def _words_for(self, *values: Any) -> list[str]:
-        """Return a sample's label, and its prediction if there is a second value, with names."""
-        pairs = zip(self.words, values, strict=False)
-        return [f"{word} {_short(value)}" for word, value in pairs if word]
-
-    def _shown(self, is_target: bool, sample_id: Any, about: Sequence[str]) -> str:
-        """Return a sample with its id and caption, as HTML."""
+    def _shown(self, is_target: bool, sample_id: Any, *values: Any, score: str = "") -> str:
+        """Return a sample with its id, label and, for two values, prediction, as HTML."""
+        texts = [f"{value:.3g}" if isinstance(value, float) else value for value in values]
+        about = [f"{word} {text}" for word, text in zip(self.words, texts, strict=False) if word]
+        about += [score] * bool(score)
         table = self.targets if is_target else self.train
         sample = ""
         if self.show is not None:
@@ -243,7 +241,3 @@ class Scores:
 def _read_scores(path: Path) -> np.ndarray:
     with open_artifact(path, SCORES) as file:
         return file.matrix("scores")[:]
-
-
-def _short(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
