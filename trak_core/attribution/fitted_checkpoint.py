@@ -153,10 +153,8 @@ def write_normal_matrix(
         # With the QR decomposition Phi^T = U R, the rows of R^T have the inner products of the rows
         # of Phi, but n < k columns. So R W R^T has the nonzero eigenvalues of N and the same ||B||,
         # and its eigenvalues take O(n^3) operations instead of O(k^3).
-        transposed = rows(0, n_rows).T.astype(np.float64)
-        (upper,) = scipy.linalg.qr(transposed, overwrite_a=True, mode="r")
-        compact = upper[:n_rows].T
-        gramians = weighted_gramians([(compact, weights)])
+        upper: Any = np.linalg.qr(rows(0, n_rows).T.astype(np.float64), mode="r")
+        gramians = weighted_gramians([(upper.T, weights)])
         decomposed = gramians[0]
     own = {key: value for key, value in spec.as_dict().items() if key not in train.spec}
     file_spec = {**train.spec, **own, "features": train.content_hash}
