@@ -16,9 +16,6 @@ TESTED = {
     "a job or Snakemake is told to stop": (
         "test_shards_that_are_done_stay_when_snakemake_or_a_job_is_told_to_stop"
     ),
-    "Ctrl-C": "test_ctrl_c_ends_in_what_is_kept_and_how_to_go_on "
-    "test_another_ctrl_c_ends_the_waiting_without_a_trace "
-    "test_ctrl_c_before_snakemake_reads_the_workflow_is_one_line",
     "a sample, a file or a study's function hangs": (
         "test_a_study_that_leaves_a_thread_and_a_process"
     ),
