@@ -26,14 +26,8 @@ TESTED = {
     "test_a_run_on_a_disk_that_knows_no_locks",
     "the results folder is read-only": "test_results_that_may_only_be_read "
     "test_a_colleague_s_results_are_asked_as_they_are",
-    "a checkpoint or a finished file has a time": "test_a_checkpoint_from_the_future "
-    "test_a_result_from_the_future_is_refused_before_what_is_made_of_it",
-    "the disk is full": "test_a_full_disk test_a_limit_on_the_size_of_files "
-    "test_whatever_library_writes_the_error_is_the_same "
-    "test_a_log_that_does_not_fit_sends_its_error_to_the_terminal",
-    "an allocation fails": "test_every_library_s_lack_of_memory_is_explained "
-    "test_a_job_out_of_memory_says_what_to_change",
-    "the kernel's OOM killer": "test_what_has_ended_a_script_is_told",
+    "memory runs out": "test_every_library_s_lack_of_memory_is_explained "
+    "test_a_job_out_of_memory_says_what_to_change test_what_has_ended_a_script_is_told",
     "a result file is damaged": "test_a_flipped_bit_is_found_or_is_in_no_use "
     "test_damage_is_refused_where_it_is_read test_a_damaged_file_stops_the_job_and_names_itself "
     "test_a_file_cut_short_is_found test_bad_files_are_refused_by_name_with_the_way_out "
@@ -44,7 +38,7 @@ TESTED = {
     "you read a damaged file": "test_pandas_alone_notices_a_flipped_bit_in_data "
     "test_h5py_alone_notices_a_flipped_bit_elsewhere test_verify_knows_every_kind_of_file "
     "test_zeros_in_place_of_values_are_found_by_the_content_hash",
-    "a checkpoint is truncated": "test_bad_checkpoint "
+    "a checkpoint is damaged": "test_bad_checkpoint "
     "test_all_bad_checkpoints_are_told_of_before_any_job "
     "test_weights_of_other_numbers_are_refused_alike_by_start_and_job",
     "the base model of a LoRA adapter changes": (
