@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any
 
 import h5py
 import numpy as np
@@ -35,9 +35,9 @@ from trak_core.runtime.files import atomic_write, disk_full_error
 if TYPE_CHECKING:  # Most jobs write no table and do not import pandas.
     import pandas as pd
 
+_Table = dict[str, np.ndarray]  # the columns of a table, by name
 # The name, the field and the index in the field of a column of a stored table (``table_columns``).
 _Column = tuple[str, str, int]
-Table = Union["pd.DataFrame", Mapping[str, np.ndarray]]
 _PIECE_ROWS = 2**18  # rows of a table that are written at a time, which limits pandas' memory
 _PANDAS_VERSION = "0.15.2"  # version of pandas' HDF5 layout, which pandas 3 no longer writes
 # Attributes that PyTables and pandas need, in the order in which they are stored.
@@ -116,7 +116,7 @@ class Writer:
 
     path: Path
     file: h5py.File
-    tables: list[tuple[str, "Table", list[str]]] = field(default_factory=list)
+    tables: list[tuple[str, _Table, list[str]]] = field(default_factory=list)
     matrices: list[MatrixWriter] = field(default_factory=list)
 
     def matrix(
@@ -162,46 +162,47 @@ class Writer:
         compact = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         compact.set_layout(h5py.h5d.COMPACT)
         compact.set_obj_track_times(False)
+        # ``create_dataset`` would ignore the layout of a scalar.
         number, space = np.asarray(value), h5py.h5s.create(h5py.h5s.SCALAR)
         kind = h5py.h5t.py_create(number.dtype)
         dataset = h5py.h5d.create(self.file.id, key.encode(), kind, space, compact)
         dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, number)
 
-    def table(self, key: str, rows: "Table", searchable: Sequence[str]) -> None:
+    def table(
+        self, key: str, rows: "pd.DataFrame | Mapping[str, np.ndarray]", searchable: Sequence[str]
+    ) -> None:
         """Write a table with pandas. The ``searchable`` columns can be used in ``where=``.
 
         ``rows`` is a frame, or a dict of arrays by column name. pandas writes one piece at a time.
         """
-        if not _length(rows):  # pandas would not write an empty table
+        columns = {name: np.asarray(rows[name]) for name in rows}
+        if not _length(columns):  # pandas would not write an empty table
             raise ArtifactError(
                 f"{self.path}: the table {key!r} must have rows. Found none. Check whether every "
                 "score is exactly 0.",
                 code="artifacts.no_row",
             )
-        self.tables.append((key, rows, list(searchable)))
+        self.tables.append((key, columns, list(searchable)))
 
 
-def _length(rows: Table) -> int:
-    return len(next(iter(rows.values()))) if isinstance(rows, Mapping) else len(rows)
+def _length(rows: _Table) -> int:
+    return len(next(iter(rows.values())))
 
 
-def _pieces(rows: Table) -> Iterator["pd.DataFrame"]:
+def _pieces(rows: _Table) -> Iterator["pd.DataFrame"]:
     """Yield pieces of the rows of a table as frames."""
     import pandas as pd
 
     for start in range(0, _length(rows), _PIECE_ROWS):
-        stop = min(start + _PIECE_ROWS, _length(rows))
-        # Slices of a pandas column would select rows by label.
-        parts = {name: np.asarray(rows[name][start:stop]) for name in rows}
+        parts = {name: values[start : start + _PIECE_ROWS] for name, values in rows.items()}
         texts = {name: plain_ids(part) for name, part in parts.items() if part.dtype.kind == "S"}
-        yield pd.DataFrame(parts | texts, index=pd.RangeIndex(start, stop))
+        yield pd.DataFrame(parts | texts, index=pd.RangeIndex(start, start + _length(parts)))
 
 
-def _widths(rows: Table, searchable: list[str]) -> dict[str, int]:
+def _widths(rows: _Table, searchable: list[str]) -> dict[str, int]:
     """Return the largest number of bytes in each field of texts."""
     widths: dict[str, int] = {}
-    for name in rows:
-        values = np.asarray(rows[name])
+    for name, values in rows.items():
         if values.dtype.kind in "OSTU":
             field_name = name if name in searchable else "values"
             width = max((len(str(v).encode()) for v in values), default=1)
@@ -210,7 +211,7 @@ def _widths(rows: Table, searchable: list[str]) -> dict[str, int]:
     return widths
 
 
-def _put_table(path: Path, key: str, rows: Table, searchable: list[str]) -> list[_Column]:
+def _put_table(path: Path, key: str, rows: _Table, searchable: list[str]) -> list[_Column]:
     """Return the position of each column in a table, which is first written with pandas.
 
     pandas stores the positions as a pickle, which readers do not load, because it can run code.
@@ -236,7 +237,7 @@ def _put_table(path: Path, key: str, rows: Table, searchable: list[str]) -> list
     return [(name, *positions[name]) for name in rows]
 
 
-def _reads_back(path: Path, key: str, rows: Table, columns: list[_Column]) -> bool:
+def _reads_back(path: Path, key: str, rows: _Table, columns: list[_Column]) -> bool:
     """Return whether a table was written correctly. PyTables does not report failed writes."""
     try:
         with h5py.File(path, locking=False) as file:

@@ -89,14 +89,8 @@ def _explored(
         with open_artifact(path, TOKEN_SCORES) as file:
             check_same("scores", scores.content_hash, file.spec["scores"], file)
             tokens = file.table("tokens")
-    row_of = [{sample_id: row for row, sample_id in enumerate(s.ids)} for s in (train, targets)]
-
-    def sample_of(is_target: bool, sample_id: Any) -> Any:
-        return (train, targets)[is_target].samples[row_of[is_target][sample_id]]
-
-    draws = are_drawn(study, train)
-    given = scores, study, sample_of
-    return explore(*given, drawn=draws, token_scores=tokens, self_influence=influence)
+    given = scores, study, train, targets
+    return explore(*given, token_scores=tokens, self_influence=influence)
 
 
 def _write_texts(
