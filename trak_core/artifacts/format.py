@@ -23,7 +23,6 @@ import h5py
 import numpy as np
 
 from trak_core.errors import InputError
-from trak_core.settings import EXACT
 
 VERSION = 2
 # Earlier layouts have no checksums of metadata, and the HDF5 of PyTables cannot read later ones.
@@ -85,11 +84,6 @@ REMOVALS = ArtifactKind("trak-evaluation", ("summary", "targets"), "compare_remo
 KINDS = (FEATURES, NORMAL_MATRIX, GRAMIAN, CHECKPOINT_SCORES, SCORES, SCORES_SHARD, RETRAINED)
 KINDS += (EMBEDDINGS, SELF_INFLUENCE, ANSWERS, GROUPS, OUTPUTS, TARGETS, TOKEN_SCORES)
 KINDS += (EVALUATION, REMOVALS)  # ``verify`` uses the first kind whose keys a file has.
-
-
-def checkpoint_scores_kind(projection: Mapping[str, Any]) -> ArtifactKind:
-    """Return the kind of a file with one checkpoint's scores, given the projection in its spec."""
-    return EXACT_SCORES if projection.get("kind") == EXACT else CHECKPOINT_SCORES
 
 
 class ArtifactError(InputError):

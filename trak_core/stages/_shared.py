@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trak_core.artifacts import (
+    CHECKPOINT_SCORES,
     EMBEDDINGS,
+    EXACT_SCORES,
     Artifact,
     ArtifactKind,
     check_made_for,
     check_same,
     check_together,
-    checkpoint_scores_kind,
     open_artifact,
 )
 from trak_core.artifacts.write import MatrixWriter
@@ -49,7 +50,7 @@ def open_checkpoint_scores(
 
     ``rule`` is the rule that made the files if it is not the usual one. ``stack`` closes the files.
     """
-    kind = checkpoint_scores_kind(spec.features.projection)
+    kind = EXACT_SCORES if spec.features.is_exact else CHECKPOINT_SCORES
     kind = kind if rule is None else replace(kind, rule=rule)
     parts = [stack.enter_context(open_artifact(path, kind)) for path in paths]
     check_together(parts, spec)

@@ -232,24 +232,32 @@ def evaluate_scores(
             if name == "same_class":
                 labels = parts[0].vector("train_labels"), parts[0].vector("target_labels")
                 methods[key] = label_sums(masks, *labels, block)
-        file_spec = spec.as_dict() | {"retrained": truth.source, "scores": final.content_hash}
-        file_spec |= {"projection": final.spec["projection"]}
-        file_spec |= {"baselines": list(baselines), "sweep": sweep}
+        file_spec = spec.as_dict() | {
+            "retrained": truth.source,
+            "scores": final.content_hash,
+            "projection": final.spec["projection"],
+            "baselines": list(baselines),
+            "sweep": sweep,
+        }
     summary, targets, checkpoints = lds_tables(methods, by_count, truth, target_ids)
-    same_seeds = int(retrained_spec is not None and retrained_spec.run_seeds is not None)
-    about = {"experiment": spec.experiment, "n_subsets": len(masks)}
-    about |= {"part_kept": float(masks.mean()), "n_seeds": len(truth.outputs)}
-    about |= {"same_seeds": same_seeds, "n_targets": len(target_ids), "confidence": CONFIDENCE}
+    about = {
+        "experiment": spec.experiment,
+        "n_subsets": len(masks),
+        "part_kept": float(masks.mean()),
+        "n_seeds": len(truth.outputs),
+        "same_seeds": int(retrained_spec is not None and retrained_spec.run_seeds is not None),
+        "n_targets": len(target_ids),
+        "confidence": CONFIDENCE,
+    }
     made_by = software(code, "cpu", "numpy", "scipy", "pandas")
     with create(evaluation, EVALUATION, file_spec, made_by, **about) as writer:
         writer.table("summary", summary, ["method", "kind"])
         writer.table("targets", targets, ["method", "target_id"])
         writer.table("checkpoints", checkpoints, ["n_checkpoints"])
         if swept:
-            for key, table in zip(
-                ("sweep", "best"), sweep_tables(swept, configured, truth), strict=True
-            ):
-                writer.table(key, table, [])
+            sweep_table, best = sweep_tables(swept, configured, truth)
+            writer.table("sweep", sweep_table, [])
+            writer.table("best", best, [])
     print(summary.to_string(index=False))
 
 
