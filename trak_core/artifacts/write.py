@@ -19,9 +19,10 @@ from trak_core.artifacts.format import (
     VERSION,
     ArtifactError,
     ArtifactKind,
-    ValuesHash,
+    add_rows,
     content_hash,
     ids_array,
+    new_hash,
     plain_ids,
     put_attributes,
     put_vector,
@@ -71,7 +72,7 @@ class MatrixWriter:
     def __init__(self, path: Path, dataset: h5py.Dataset) -> None:
         self._path, self._dataset, self._filled = path, dataset, 0
         self.name = str(dataset.name).lstrip("/")
-        self._hash = ValuesHash(self.name)
+        self._hash = new_hash()
         self.scales = np.zeros(len(dataset), np.float32) if dataset.dtype == np.int8 else None
 
     def __setitem__(self, rows: slice, values: Any) -> None:
@@ -87,7 +88,7 @@ class MatrixWriter:
                 raise not_finite(self._path, ValueError(f"{self.name!r} is not"))
             self.scales[start:stop] = scales
         try:
-            self._hash.add(block)
+            add_rows(self._hash, self.name, block)
         except ValueError as error:
             raise not_finite(self._path, error) from error
         self._dataset[start:stop] = block

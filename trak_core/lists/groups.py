@@ -148,15 +148,15 @@ class GroupSums:
             return self.drawn / self.counts[:, :, None]
 
 
-def chance_of_samples(draws: np.ndarray, size: int) -> Chance:
-    """Return the variance of a group's mean that is due to its samples, shape (...).
+def chance_of_samples(draws: np.ndarray, sizes: np.ndarray | int) -> Chance:
+    """Return the variances of groups' means that are due to their samples, shape (...).
 
-    It is the variance between draws with the same runs, times size / (size - 1). ``draws`` contains
-    means over the group's ``size`` samples, shape (..., N_DRAWS), or NaN for draws without samples
-    of the group. The variance for a single sample is 0.
+    They are the variances between draws with the same runs, times size / (size - 1) for groups of
+    ``sizes``, shape (...). ``draws`` contains means over a group's samples, shape (..., N_DRAWS),
+    or NaN for draws without samples of the group. The variance for a single sample is 0.
     """
-    variance = _within_runs(draws) * size / max(size - 1, 1)
-    return Chance(variance, np.full(variance.shape, size - 1.0))
+    variance = _within_runs(draws) * sizes / np.maximum(np.subtract(sizes, 1), 1)
+    return Chance(variance, np.broadcast_to(np.subtract(sizes, 1.0), variance.shape))
 
 
 def group_interval(
@@ -216,8 +216,8 @@ def group_tables(
         sizes = np.bincount(grouping.numbers, minlength=len(grouping.names))
         own = slice(first, first + len(grouping.names))
         means, draws = plain[own].mean(axis=1) / sizes, drawn[own]
-        chances = [chance_of_samples(*pair) for pair in zip(draws, sizes.tolist(), strict=True)]
-        low, high = group_interval(draws, means, _stacked(chances), n_runs)
+        chances = chance_of_samples(draws, sizes)
+        low, high = group_interval(draws, means, chances, n_runs)
         of_column = {"column": grouping.column, "group": grouping.names, "n": sizes}
         columns = {"sum": means * sizes, "mean": means, "low": low, "high": high}
         groups.append(pd.DataFrame({**of_column, **columns}))
@@ -226,7 +226,7 @@ def group_tables(
         for i in range(len(names) - 1):
             others = slice(i + 1, None)
             difference = means[i] - means[others]
-            chance = _stacked([chances[i] + other for other in chances[others]])
+            chance = chances.part(i) + chances.part(others)
             low, high = group_interval(draws[i] - draws[others], difference, chance, n_runs)
             pairs = {"column": grouping.column, "group": names[i], "other": names[others]}
             pairs |= {"difference": difference, "low": low, "high": high}
@@ -239,7 +239,3 @@ def group_tables(
     targets["mean"] = (plain / table["n"].to_numpy()[:, None]).ravel()
     targets["low"], targets["high"] = (end.ravel() for end in ends)
     return table, targets, pd.concat([pd.DataFrame(), *differences], ignore_index=True)
-
-
-def _stacked(chances: Sequence[Chance]) -> Chance:
-    return Chance(*(np.array(part) for part in zip(*chances, strict=True)))
