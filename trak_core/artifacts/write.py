@@ -50,14 +50,8 @@ _FRAME = {
 }
 _VALUES = {"CLASS": "CARRAY", "VERSION": "1.1", "TITLE": "", "FLAVOR": "numpy"}
 _AXIS = {"CLASS": "ARRAY", "VERSION": "2.4", "TITLE": "", "FLAVOR": "numpy"}
-
-
-def _axis(group: h5py.Group, name: str, ids: Sequence[Any] | np.ndarray) -> None:
-    values = ids_array(ids)
-    dataset = put_vector(group, name, values)
-    kind = "string" if values.dtype.kind == "S" else "integer"
-    # This is how pandas stores an axis without a name.
-    put_attributes(dataset, **_AXIS, kind=kind, name=np.bytes_(b"N."), transposed=np.uint8(1))
+# This is how pandas stores an axis without a name.
+_UNNAMED = {"name": np.bytes_(b"N."), "transposed": np.uint8(1)}
 
 
 def _even(length: int, most: int) -> int:
@@ -137,7 +131,9 @@ class Writer:
         group = self.file.create_group(key)
         put_attributes(group, **_FRAME)
         for name, ids in (("axis0", columns), ("axis1", index), ("block0_items", columns)):
-            _axis(group, name, ids)
+            values = ids_array(ids)
+            kind = "string" if values.dtype.kind == "S" else "integer"
+            put_attributes(put_vector(group, name, values), **_AXIS, kind=kind, **_UNNAMED)
         shape = (len(index), len(columns))
         chunks = (_even(shape[0], chunks[0]), _even(shape[1], chunks[1]))
         # Two rows of chunks fit into HDF5's cache of chunks.

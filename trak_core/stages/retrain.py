@@ -157,8 +157,11 @@ def _removals(
         masks = [random_removal(n_train, n, draw, spec.seed) for n in sizes for draw in draws]
         return [everything, *masks], sizes, []
     scores, hashes = _target_scores(study, train, spec.subsets, named_by, naming)
-    rows_of_targets = [helpful_rows(of_target) for of_target in scores]
-    masks = [~np.isin(all_rows, rows[:n]) for rows in rows_of_targets for n in sizes]
+    masks = []
+    for of_target in scores:
+        rows = np.argsort(-of_target, kind="stable")
+        helpful = rows[of_target[rows] > 0]
+        masks += [~np.isin(all_rows, helpful[:n]) for n in sizes]
     return masks, sizes, hashes
 
 
@@ -180,12 +183,6 @@ def _target_scores(
         values = file.matrix("scores")
         columns = positions(file.columns("scores"), target_ids)
         return [values[:, column] for column in columns], [file.content_hash]
-
-
-def helpful_rows(scores: np.ndarray) -> np.ndarray:
-    """Return the rows of the training samples with positive ``scores``, highest score first."""
-    rows = np.argsort(-scores, kind="stable")
-    return rows[scores[rows] > 0]
 
 
 def listed_rows(listed: Path, train_ids: Sequence[int | str]) -> np.ndarray:
