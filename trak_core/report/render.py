@@ -6,6 +6,7 @@ undefined name in a template raises an error.
 
 import base64
 import hashlib
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -163,11 +164,6 @@ def _disagreement(scores: Sequence[File]) -> Iterator[StudyWarning]:
 
 
 _FOLDER = Path(__file__).parent
-# Functions of template_filters that templates use, such as `{{ n | plural("target") }}`.
-_FILTERS = (
-    *("number", "signed", "fixed", "percent", "thousands", "plural", "label", "anchor"),
-    *("is_right", "of_target", "of_training_sample"),
-)
 _KINDS = ("ceiling", "scores", "baseline")
 # The largest number of entries that are shown of each list or mapping in the config.
 _LONG = 40
@@ -256,7 +252,8 @@ def _environment() -> Environment:
         *(output_of, ranked, per_target, worked_example, config_text, versions, condition_number),
         *(script_hash, study_warnings, score_warnings),
     )
-    environment.filters |= {name: getattr(template_filters, name) for name in _FILTERS}
+    # Filters of templates, such as `{{ n | plural("target") }}`.
+    environment.filters |= dict(inspect.getmembers(template_filters, inspect.isfunction))
     environment.globals |= {function.__name__: function for function in functions}
     environment.globals |= {
         "limits": LIMITS,
