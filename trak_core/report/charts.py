@@ -232,8 +232,8 @@ def removal_charts(removals: File, labels: Mapping[str, str]) -> list[Chart]:
             ends = [x[0], x[-1]] if len(x) > 1 else [0.9 * x[0], 1.1 * x[0]]
             lines.append(Line(labels["everything"], ends, [whole] * 2, color=_ORANGE, dashed=True))
         title, treated = _MEASURES[measure], f"training examples {labels['treated']}"
-        names = {"x_label": treated, "y_label": title.lower()}
-        charts.append(_line_chart(title, lines, **names, log_x=len(x) > 1))
+        chart = _line_chart(title, lines, x_label=treated, y_label=title.lower(), log_x=len(x) > 1)
+        charts.append(chart)
     return charts
 
 

@@ -124,7 +124,8 @@ def draw_influences(
     influence = tokens = None
     for path in self_influence:
         with open_artifact(path, SELF_INFLUENCE) as file:
-            influence = file.table("train").set_index("id")["self_influence"]
+            table = file.table("train")
+        influence = pd.Series(table["self_influence"].to_numpy(), index=table["id"].to_numpy())
         ids = experiment.tables["train"]["id"].tolist()
         check_same("training samples", ids, [i for i in ids if i in influence.index], file)
     for path in token_scores:
