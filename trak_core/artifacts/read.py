@@ -63,7 +63,7 @@ class Artifact:
     content_hash: str
 
     def __init__(self, path: Path, kind: ArtifactKind) -> None:
-        """Check that the file exists. ``check`` sets ``spec`` and the other attributes."""
+        """Check that the file exists. ``check_metadata`` sets the other attributes."""
         self.path, self.kind = path, kind
         if not path.is_file():
             raise self._refused(f"a {kind.encoding_type} file must exist", "Found nothing")

@@ -123,7 +123,8 @@ def _line_chart(
 ) -> Chart:
     """Return a chart of lines. ``ceiling`` is a row with ``lds``, ``low`` and ``high``, or None.
 
-    The default ticks are the values of the first line, or matplotlib's if it has more than 6.
+    The default ticks are at the points of the first line. If it has more than six points,
+    matplotlib chooses the ticks.
     """
     if x_ticks is None and len(lines[0].x) <= 6:
         x_ticks = lines[0].x
