@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import default_collate
 
 from trak_core.attribution.project_gradients import Features
-from trak_core.evaluation.baselines import Bm25
+from trak_core.evaluation.baselines import bm25_scores
 from trak_core.gradients import as_batch, formed_gradients, gradients_at_once, select_parameters
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.model_output import ModelOutput
@@ -273,8 +273,7 @@ _COSINE = Way(None, "both", power=0, is_unit_average=False)
 
 def bm25(texts: list[list[str]], questions: list[list[str]]) -> np.ndarray:
     """Return BM25's scores, shape (texts, questions)."""
-    index = Bm25.of(texts)
-    return np.stack([index.scores(question) for question in questions], axis=1)
+    return np.stack(list(bm25_scores(texts, questions)), axis=1)
 
 
 def tf_idf(texts: list[list[str]], questions: list[list[str]]) -> np.ndarray:

@@ -259,14 +259,14 @@ def test_more_files_are_read_at_once_than_are_open(tmp_path):
             for file, values in zip(files, rows, strict=True):
                 assert values[start].tolist() == [2 * start, 2 * start + 1]
                 assert file.vector("loss_weights", start, start + 1) == start + 1
-                assert len(read._HeldFile._open) <= read._MOST_OPEN
+                assert len(read.Artifact._open) <= read._MOST_OPEN
         np.testing.assert_array_equal(rows[-1], [[0, 1], [2, 3], [4, 5]])
         # Nothing of the first file is open any more: another one in its place is noticed.
         other = write(tmp_path / "other.h5", values=np.ones((3, 2)))
         other.replace(paths[0])
         with pytest.raises(ArtifactError, match=r"0\.h5: .* must not change .* replaced"):
             rows[0][0]
-    assert not read._HeldFile._open
+    assert not read.Artifact._open
 
 
 def test_an_exception_leaves_what_was_there(tmp_path):

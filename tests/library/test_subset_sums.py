@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 
 from trak_core.attribution.solve import DampedMatrix, Spectrum, mean_squared_norm, weighted_gramians
-from trak_core.evaluation.baselines import Bm25
+from trak_core.evaluation.baselines import bm25_scores
 from trak_core.evaluation.subset_sums import (
     CheckpointRows,
     average_weights,
     damped_sums,
-    read_blocks,
     setting_sums,
     weighted_sums,
 )
@@ -30,9 +29,9 @@ WEIGHTS = RNG.random((2, N))
 @pytest.mark.parametrize("dim", [K, 7])
 def test_damped_sums_are_sums_of_scores(dim):
     curvature = np.linspace(0.1, 1, N)
-    blocks = list(read_blocks(lambda start, stop: PHI[start:stop], N, 13))
-    sums, (whole,) = weighted_sums(MASKS, WEIGHTS, blocks, [curvature])
-    assert np.array_equal(sums, weighted_sums(MASKS, WEIGHTS, blocks)[0])
+    given = MASKS, WEIGHTS, lambda start, stop: PHI[start:stop], 13
+    sums, (whole,) = weighted_sums(*given, [curvature])
+    assert np.array_equal(sums, weighted_sums(*given)[0])
     sums, matrix = sums[:, :, :dim], whole[:dim, :dim]
     ridges = [damping * mean_squared_norm(matrix, N) for damping in (0.1, 3)]
     result = damped_sums(sums, Spectrum.decompose(matrix), ridges, TARGETS[:, :dim])
@@ -87,5 +86,5 @@ def test_bm25_is_its_formula():
                 length = 1.2 * (1 - 0.75 + 0.75 * len(text) / mean)
                 score += rare * times * (1.2 + 1) / (times + length)
             expected.append(score)
-        np.testing.assert_allclose(Bm25.of(texts).scores(query), expected, rtol=1e-12)
-    assert Bm25.of([[], []]).scores(["a"]).tolist() == [0, 0]
+        np.testing.assert_allclose(next(bm25_scores(texts, [query])), expected, rtol=1e-12)
+    assert next(bm25_scores([[], []], [["a"]])).tolist() == [0, 0]

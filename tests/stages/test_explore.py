@@ -124,13 +124,8 @@ def explored(results, study_file, size=1.0, model_output=None, **columns):
     if columns or model_output:
         spec = experiment.spec | {"model_output": model_output or "text_classification"}
         experiment = replace(experiment, spec=spec)
-    splits = {True: study.split("mine", [*HOSTILE, "plain"]), False: study.split("train", None)}
-
-    def sample_of(is_target, sample_id):
-        split = splits[is_target]
-        return split.samples[split.ids.index(sample_id)]
-
-    return explore(experiment, study, sample_of, drawn=study.has("draw"))
+    splits = study.split("train", None), study.split("mine", [*HOSTILE, "plain"])
+    return explore(experiment, study, *splits)
 
 
 def test_regression_has_no_helpful_or_harmful_samples(results, shown_as):

@@ -12,7 +12,6 @@ from trak_core.artifacts.check_consistency import (
     check_same,
     check_splits,
     check_together,
-    made_for,
     selected_ids,
 )
 from trak_core.artifacts.format import (
@@ -37,7 +36,6 @@ from trak_core.artifacts.format import (
     TOKEN_SCORES,
     ArtifactError,
     ArtifactKind,
-    checkpoint_scores_kind,
     scaled_integers,
 )
 from trak_core.artifacts.read import Artifact, Rows, open_artifact, read_frame, verify
@@ -48,5 +46,5 @@ __all__ += ["FEATURE_SHARD", "GRAMIAN", "GROUPS", "KINDS", "NORMAL_MATRIX", "OUT
 __all__ += ["RETRAINED", "SCORES", "SCORES_SHARD", "SELF_INFLUENCE", "TARGETS", "TOKEN_SCORES"]
 __all__ += ["Artifact", "ArtifactError", "ArtifactKind", "Rows", "Writer", "check_made_for"]
 __all__ += ["check_retrained", "check_same", "check_splits", "check_together"]
-__all__ += ["checkpoint_scores_kind", "create", "made_for", "open_artifact", "read_frame"]
+__all__ += ["create", "open_artifact", "read_frame"]
 __all__ += ["scaled_integers", "selected_ids", "software", "verify"]

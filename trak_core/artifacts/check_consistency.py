@@ -34,19 +34,15 @@ def check_same(part: str, expected: Any, actual: Any, file: Artifact) -> None:
     )
 
 
-def check_made_for(artifact: Artifact, spec: FeaturesSpec | ScoresSpec) -> None:
-    """Raise an error if a file was written for another config.
+def check_made_for(
+    artifact: Artifact, spec: FeaturesSpec | ScoresSpec, *, may_be_shard: bool = False
+) -> None:
+    """Raise an error if a file was written for another config, or is a shard but must not be one.
 
     Snakemake does not notice this if the job that wrote the file ran longer than Snakemake.
     """
-    check_same("rows: the whole split", None, artifact.spec.get("shard"), artifact)
-    check_same("settings of the current config", *made_for(artifact, spec), artifact)
-
-
-def made_for(
-    artifact: Artifact, spec: FeaturesSpec | ScoresSpec
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the expected and the actual spec of a file, with the keys of a config."""
+    if not may_be_shard:
+        check_same("rows: the whole split", None, artifact.spec.get("shard"), artifact)
     # If the spec lacks one of these keys and the file has it, they do not match.
     expected: dict[str, Any] = dict.fromkeys(FeaturesSpec.LEFT_OUT) | spec.as_dict()
     actual = {key: artifact.spec.get(key) for key in expected}
@@ -54,7 +50,7 @@ def made_for(
         actual["projection"] = {k: actual["projection"].get(k) for k in expected["projection"]}
     if isinstance(actual["checkpoint"], dict):
         actual["checkpoint"] = actual["checkpoint"].get("id")
-    return expected, actual
+    check_same("settings of the current config", expected, actual, artifact)
 
 
 def check_retrained(artifact: Artifact, spec: RetrainedSpec, **more: Any) -> None:

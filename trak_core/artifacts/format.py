@@ -17,18 +17,17 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import h5py
 import numpy as np
 
 from trak_core.errors import InputError
-from trak_core.settings import EXACT
 
 VERSION = 2
 # Earlier layouts have no checksums of metadata, and the HDF5 of PyTables cannot read later ones.
 LIBVER = ("v110", "v110")
-_DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +86,6 @@ KINDS += (EMBEDDINGS, SELF_INFLUENCE, ANSWERS, GROUPS, OUTPUTS, TARGETS, TOKEN_S
 KINDS += (EVALUATION, REMOVALS)  # ``verify`` uses the first kind whose keys a file has.
 
 
-def checkpoint_scores_kind(projection: Mapping[str, Any]) -> ArtifactKind:
-    """Return the kind of a file with one checkpoint's scores, given the projection in its spec."""
-    return EXACT_SCORES if projection.get("kind") == EXACT else CHECKPOINT_SCORES
-
-
 class ArtifactError(InputError):
     """The error for a file that is missing, damaged, or not what its reader needs."""
 
@@ -123,20 +117,14 @@ def _is_finite(block: np.ndarray) -> bool:
     return block.dtype.kind != "f" or bool(np.isfinite(block).all())
 
 
-class ValuesHash:
-    """An incremental hash of a dataset's values, which must be finite."""
+new_hash = partial(hashlib.blake2b, digest_size=16)
 
-    def __init__(self, name: str) -> None:
-        self._name, self._digest = name, hashlib.blake2b(digest_size=_DIGEST_BYTES)
 
-    def add(self, block: np.ndarray) -> None:
-        """Add the next rows. A ``ValueError`` is raised for numbers that are not finite."""
-        if not _is_finite(block):
-            raise ValueError(f"{self._name!r} contains NaN or infinity")
-        self._digest.update(np.ascontiguousarray(block).data)
-
-    def hexdigest(self) -> str:
-        return self._digest.hexdigest()
+def add_rows(digest: "hashlib.blake2b", name: str, block: np.ndarray) -> None:
+    """Add rows of a dataset to its hash. Raise a ``ValueError`` if a number is not finite."""
+    if not _is_finite(block):
+        raise ValueError(f"{name!r} contains NaN or infinity")
+    digest.update(np.ascontiguousarray(block).data)
 
 
 def content_hash(file: h5py.File, known: Mapping[str, str] | None = None) -> str:
@@ -145,7 +133,7 @@ def content_hash(file: h5py.File, known: Mapping[str, str] | None = None) -> str
     Datasets whose hash of values is in ``known`` are not read. A ``ValueError`` is raised for
     numbers that are not finite.
     """
-    digest, known = hashlib.blake2b(digest_size=_DIGEST_BYTES), known or {}
+    digest, known = new_hash(), known or {}
 
     def visit(name: str, node: h5py.Group | h5py.Dataset) -> None:
         digest.update(name.encode() + b"\0")
@@ -156,9 +144,9 @@ def content_hash(file: h5py.File, known: Mapping[str, str] | None = None) -> str
                 digest.update(attribute.encode() + b"\0" + value)
         if isinstance(node, h5py.Dataset):
             digest.update(f"{node.dtype.descr}{node.shape}".encode())
-            values = ValuesHash(name)
+            values = new_hash()
             for block in () if name in known else _blocks(node):
-                values.add(block)
+                add_rows(values, name, block)
             digest.update(known.get(name, values.hexdigest()).encode())
 
     visit("", file)

@@ -8,7 +8,7 @@ import json
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import h5py
 import numpy as np
@@ -41,20 +41,54 @@ def _signature(path: Path) -> tuple[int, ...]:
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
-class _HeldFile:
-    """A file that is opened when it is read. At most 64 stay open, those that were used last.
+def _text(attribute: Any) -> Any:
+    return attribute.decode() if isinstance(attribute, bytes) else attribute
 
-    An open HDF5 file takes 0.8 MB, and most systems limit a process to 1,024 open files.
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+class Artifact:
+    """A file whose metadata was checked, open for reading. See ``open_artifact``.
+
+    The file is opened when it is read. At most 64 files stay open, those that were read last. An
+    open HDF5 file takes 0.8 MB, and most systems limit a process to 1,024 open files.
     """
 
     # The open files, in the order of their last use.
-    _open: dict["_HeldFile", h5py.File] = {}  # ruff: ignore[mutable-class-default]
+    _open: ClassVar[dict["Artifact", h5py.File]] = {}
+    spec: dict[str, Any]
+    provenance: dict[str, Any]
+    content_hash: str
 
-    def __init__(self, path: Path) -> None:
-        self.path, self._seen = path, _signature(path)
+    def __init__(self, path: Path, kind: ArtifactKind) -> None:
+        """Check that the file exists. ``check_metadata`` sets the other attributes."""
+        self.path, self.kind = path, kind
+        if not path.is_file():
+            raise self._refused(f"a {kind.encoding_type} file must exist", "Found nothing")
+        self._seen = _signature(path)
 
-    def file(self) -> h5py.File:
-        """Return the file, open until another is read. Raise ``OSError`` if it was replaced."""
+    def _refused(self, must: str, finding: str) -> ArtifactError:
+        return ArtifactError(
+            f"{self.path}: {must}. {finding}. Delete the file and run snakemake again, so that "
+            f"rule {self.kind.rule} remakes it.",
+            code="artifacts.damaged",
+        )
+
+    @contextlib.contextmanager
+    def _explained(self, doing: str = "Reading it") -> Generator[None, None, None]:
+        try:
+            yield
+        except ArtifactError:
+            raise
+        except Exception as error:
+            # Damaged metadata can cause errors of any type in h5py.
+            must = f"a {self.kind.encoding_type} file must be complete and unchanged"
+            raise self._refused(must, f"{doing} failed: {_first_line(error)}") from error
+
+    def _file(self) -> h5py.File:
+        """Return the file, open until others are read. Raise ``OSError`` if it was replaced."""
         file = self._open.pop(self, None)
         if file is None:
             while len(self._open) >= _MOST_OPEN:
@@ -69,33 +103,42 @@ class _HeldFile:
         return file
 
     def close(self) -> None:
+        """Close the file. It is opened again if it is read again."""
         with contextlib.suppress(KeyError):
             self._open.pop(self).close()
 
+    def check_values(self) -> None:
+        """Check that the file contains all of its values."""
+        with self._explained():
+            file, names = self._file(), []
+            file.visititems_links(lambda name, _link: names.append(name))
+            for name in names:
+                check_stored(file, name)
 
-def _text(attribute: Any) -> Any:
-    return attribute.decode() if isinstance(attribute, bytes) else attribute
-
-
-@dataclass(frozen=True, slots=True)
-class Artifact:
-    """A file whose metadata was checked, open for reading. See ``open_artifact``."""
-
-    path: Path
-    kind: ArtifactKind
-    held: _HeldFile
-    spec: dict[str, Any]
-    provenance: dict[str, Any]
-    content_hash: str
+    def check_metadata(self) -> None:
+        """Check that the file is of its kind, and read its spec, provenance and content hash."""
+        name, keys = self.kind.encoding_type, self.kind.keys
+        with self._explained():
+            file = self._file()
+            stored = tuple(_text(file.attrs.get(f"encoding-{of}")) for of in ("type", "version"))
+            if stored != (name, VERSION):
+                must = f"the file must be {name}, version {VERSION}"
+                raise self._refused(must, f"Found {stored[0]}, version {stored[1]}")
+            if missing := [key for key in keys if key not in file]:
+                must = f"a {name} file must contain {', '.join(keys)}"
+                raise self._refused(must, f"Missing: {', '.join(missing)}")
+            check_layout(file, self.kind)
+            self.spec, self.provenance = (read_object(file, of) for of in ("spec", "provenance"))
+            self.content_hash = str(_text(file.attrs["content-hash"]))
 
     @property
     def file(self) -> h5py.File:
         """The open file. It may be closed when another artifact is read."""
         try:
-            return self.held.file()
+            return self._file()
         except OSError as error:
             must = "a file must not change while a job reads it"
-            raise _refused(self.path, self.kind, must, f"Found: {error}") from error
+            raise self._refused(must, f"Found: {error}") from error
 
     def attribute(self, name: str) -> Any:
         """Return a root attribute, which is a text or a number."""
@@ -105,11 +148,11 @@ class Artifact:
         dataset = self.file.get(key)
         if not isinstance(dataset, h5py.Dataset):
             must = f"a reader of this file needs {key!r}"
-            raise _refused(self.path, self.kind, must, "The file has no such dataset")
+            raise self._refused(must, "The file has no such dataset")
         return dataset
 
     def _read(self, key: str, rows: Any) -> np.ndarray:
-        with _explained(self.path, self.kind, f"Reading {key!r}"):
+        with self._explained(f"Reading {key!r}"):
             return self._dataset(key)[rows]
 
     def matrix(self, key: str) -> "Rows":
@@ -120,15 +163,15 @@ class Artifact:
 
     def index(self, key: str) -> list[Any]:
         """Return the row ids of a frame."""
-        return plain_ids(self.vector(f"{key}/axis1"))
+        return self.ids(f"{key}/axis1")
 
     def columns(self, key: str) -> list[Any]:
         """Return the column ids of a frame."""
-        return plain_ids(self.vector(f"{key}/axis0"))
+        return self.ids(f"{key}/axis0")
 
     def has(self, key: str) -> bool:
         """Return whether the file contains this key."""
-        with _explained(self.path, self.kind, f"Looking for {key!r}"):
+        with self._explained(f"Looking for {key!r}"):
             return key in self.file
 
     def vector(self, key: str, start: int = 0, stop: int | None = None) -> np.ndarray:
@@ -147,7 +190,7 @@ class Artifact:
         """Return a table like ``pandas.read_hdf``, but without unpickling."""
         import pandas as pd
 
-        with _explained(self.path, self.kind, f"Reading {key!r}"):
+        with self._explained(f"Reading {key!r}"):
             columns = json.loads(str(_text(self.file[key].attrs["columns"])))
             return pd.DataFrame(table_columns(self._dataset(f"{key}/table"), columns))
 
@@ -180,65 +223,6 @@ class Rows:
         return np.asarray(self[:], dtype)
 
 
-def _refused(path: Path, kind: ArtifactKind, must: str, finding: str) -> ArtifactError:
-    return ArtifactError(
-        f"{path}: {must}. {finding}. Delete the file and run snakemake again, so that rule "
-        f"{kind.rule} remakes it.",
-        code="artifacts.damaged",
-    )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-@contextlib.contextmanager
-def _explained(
-    path: Path, kind: ArtifactKind, doing: str = "Reading it"
-) -> Generator[None, None, None]:
-    try:
-        yield
-    except ArtifactError:
-        raise
-    except Exception as error:
-        # Damaged metadata can cause errors of any type in h5py.
-        must = f"a {kind.encoding_type} file must be complete and unchanged"
-        raise _refused(path, kind, must, f"{doing} failed: {_first_line(error)}") from error
-
-
-def _verified(held: _HeldFile, kind: ArtifactKind) -> Artifact:
-    """Return the artifact in a file, after checking the file's metadata."""
-    path, name = held.path, kind.encoding_type
-    with _explained(path, kind):
-        file = held.file()
-        own_name, version = (_text(file.attrs.get(f"encoding-{of}")) for of in ("type", "version"))
-        if (own_name, version) != (name, VERSION):
-            must = f"the file must be {name}, version {VERSION}"
-            raise _refused(path, kind, must, f"Found {own_name}, version {version}")
-        if missing := [key for key in kind.keys if key not in file]:
-            must = f"a {name} file must contain {', '.join(kind.keys)}"
-            raise _refused(path, kind, must, f"Missing: {', '.join(missing)}")
-        check_layout(file, kind)
-        spec, provenance = (read_object(file, part) for part in ("spec", "provenance"))
-        return Artifact(path, kind, held, spec, provenance, str(_text(file.attrs["content-hash"])))
-
-
-@contextlib.contextmanager
-def _opened(path: Path, kind: ArtifactKind) -> Generator[_HeldFile, None, None]:
-    """Yield a file after checking that it contains all of its values."""
-    if not path.is_file():
-        raise _refused(path, kind, f"a {kind.encoding_type} file must exist", "Found nothing")
-    held = _HeldFile(path)
-    with contextlib.closing(held):
-        with _explained(path, kind):
-            file = held.file()
-            names: list[str] = []
-            file.visititems_links(lambda name, _link: names.append(name))
-            for name in names:
-                check_stored(file, name)
-        yield held
-
-
 @contextlib.contextmanager
 def open_artifact(path: Path, kind: ArtifactKind) -> Generator[Artifact, None, None]:
     """Yield an artifact for a ``with`` block, after checking its metadata.
@@ -264,24 +248,29 @@ def open_artifact(path: Path, kind: ArtifactKind) -> Generator[Artifact, None, N
         {'weighting': 'plain'} [1. 2.]
         >>> folder.cleanup()
     """
-    with _opened(path, kind) as held:
-        yield _verified(held, kind)
+    with contextlib.closing(Artifact(path, kind)) as artifact:
+        artifact.check_values()
+        artifact.check_metadata()
+        yield artifact
 
 
 def verify(path: Path) -> ArtifactKind:
     """Return the kind of a file, after reading the whole file and comparing its content hash."""
-    unknown = ArtifactKind("trak-*", (), "of that name")
-    with _opened(path, unknown) as held, _explained(path, unknown):
-        file = held.file()
+    artifact = Artifact(path, ArtifactKind("trak-*", (), "of that name"))
+    with contextlib.closing(artifact), artifact._explained():
+        artifact.check_values()
+        file = artifact.file
         name = _text(file.attrs.get("encoding-type"))
         alike = [kind for kind in KINDS if kind.encoding_type == name]
         if not alike:
             known = ", ".join(dict.fromkeys(kind.encoding_type for kind in KINDS))
-            raise _refused(path, unknown, f"the file must be one of {known}", f"Found {name}")
-        kind = next((k for k in alike if all(key in file for key in k.keys)), alike[-1])
-        if _verified(held, kind).content_hash != content_hash(file):
+            raise artifact._refused(f"the file must be one of {known}", f"Found {name}")
+        has_keys = (kind for kind in alike if all(key in file for key in kind.keys))
+        artifact.kind = next(has_keys, alike[-1])
+        artifact.check_metadata()
+        if artifact.content_hash != content_hash(file):
             raise ValueError("its content hash differs")
-    return kind
+    return artifact.kind
 
 
 def read_frame(path: Path, key: str) -> tuple[np.ndarray, list[Any], list[Any]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any
 
 import h5py
 import numpy as np
@@ -19,9 +19,10 @@ from trak_core.artifacts.format import (
     VERSION,
     ArtifactError,
     ArtifactKind,
-    ValuesHash,
+    add_rows,
     content_hash,
     ids_array,
+    new_hash,
     plain_ids,
     put_attributes,
     put_vector,
@@ -35,9 +36,9 @@ from trak_core.runtime.files import atomic_write, disk_full_error
 if TYPE_CHECKING:  # Most jobs write no table and do not import pandas.
     import pandas as pd
 
+_Table = dict[str, np.ndarray]  # the columns of a table, by name
 # The name, the field and the index in the field of a column of a stored table (``table_columns``).
 _Column = tuple[str, str, int]
-Table = Union["pd.DataFrame", Mapping[str, np.ndarray]]
 _PIECE_ROWS = 2**18  # rows of a table that are written at a time, which limits pandas' memory
 _PANDAS_VERSION = "0.15.2"  # version of pandas' HDF5 layout, which pandas 3 no longer writes
 # Attributes that PyTables and pandas need, in the order in which they are stored.
@@ -49,14 +50,8 @@ _FRAME = {
 }
 _VALUES = {"CLASS": "CARRAY", "VERSION": "1.1", "TITLE": "", "FLAVOR": "numpy"}
 _AXIS = {"CLASS": "ARRAY", "VERSION": "2.4", "TITLE": "", "FLAVOR": "numpy"}
-
-
-def _axis(group: h5py.Group, name: str, ids: Sequence[Any] | np.ndarray) -> None:
-    values = ids_array(ids)
-    dataset = put_vector(group, name, values)
-    kind = "string" if values.dtype.kind == "S" else "integer"
-    # This is how pandas stores an axis without a name.
-    put_attributes(dataset, **_AXIS, kind=kind, name=np.bytes_(b"N."), transposed=np.uint8(1))
+# This is how pandas stores an axis without a name.
+_UNNAMED = {"name": np.bytes_(b"N."), "transposed": np.uint8(1)}
 
 
 def _even(length: int, most: int) -> int:
@@ -71,7 +66,7 @@ class MatrixWriter:
     def __init__(self, path: Path, dataset: h5py.Dataset) -> None:
         self._path, self._dataset, self._filled = path, dataset, 0
         self.name = str(dataset.name).lstrip("/")
-        self._hash = ValuesHash(self.name)
+        self._hash = new_hash()
         self.scales = np.zeros(len(dataset), np.float32) if dataset.dtype == np.int8 else None
 
     def __setitem__(self, rows: slice, values: Any) -> None:
@@ -87,7 +82,7 @@ class MatrixWriter:
                 raise not_finite(self._path, ValueError(f"{self.name!r} is not"))
             self.scales[start:stop] = scales
         try:
-            self._hash.add(block)
+            add_rows(self._hash, self.name, block)
         except ValueError as error:
             raise not_finite(self._path, error) from error
         self._dataset[start:stop] = block
@@ -116,7 +111,7 @@ class Writer:
 
     path: Path
     file: h5py.File
-    tables: list[tuple[str, "Table", list[str]]] = field(default_factory=list)
+    tables: list[tuple[str, _Table, list[str]]] = field(default_factory=list)
     matrices: list[MatrixWriter] = field(default_factory=list)
 
     def matrix(
@@ -136,7 +131,9 @@ class Writer:
         group = self.file.create_group(key)
         put_attributes(group, **_FRAME)
         for name, ids in (("axis0", columns), ("axis1", index), ("block0_items", columns)):
-            _axis(group, name, ids)
+            values = ids_array(ids)
+            kind = "string" if values.dtype.kind == "S" else "integer"
+            put_attributes(put_vector(group, name, values), **_AXIS, kind=kind, **_UNNAMED)
         shape = (len(index), len(columns))
         chunks = (_even(shape[0], chunks[0]), _even(shape[1], chunks[1]))
         # Two rows of chunks fit into HDF5's cache of chunks.
@@ -162,46 +159,47 @@ class Writer:
         compact = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         compact.set_layout(h5py.h5d.COMPACT)
         compact.set_obj_track_times(False)
+        # ``create_dataset`` would ignore the layout of a scalar.
         number, space = np.asarray(value), h5py.h5s.create(h5py.h5s.SCALAR)
         kind = h5py.h5t.py_create(number.dtype)
         dataset = h5py.h5d.create(self.file.id, key.encode(), kind, space, compact)
         dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, number)
 
-    def table(self, key: str, rows: "Table", searchable: Sequence[str]) -> None:
+    def table(
+        self, key: str, rows: "pd.DataFrame | Mapping[str, np.ndarray]", searchable: Sequence[str]
+    ) -> None:
         """Write a table with pandas. The ``searchable`` columns can be used in ``where=``.
 
         ``rows`` is a frame, or a dict of arrays by column name. pandas writes one piece at a time.
         """
-        if not _length(rows):  # pandas would not write an empty table
+        columns = {name: np.asarray(rows[name]) for name in rows}
+        if not _length(columns):  # pandas would not write an empty table
             raise ArtifactError(
                 f"{self.path}: the table {key!r} must have rows. Found none. Check whether every "
                 "score is exactly 0.",
                 code="artifacts.no_row",
             )
-        self.tables.append((key, rows, list(searchable)))
+        self.tables.append((key, columns, list(searchable)))
 
 
-def _length(rows: Table) -> int:
-    return len(next(iter(rows.values()))) if isinstance(rows, Mapping) else len(rows)
+def _length(rows: _Table) -> int:
+    return len(next(iter(rows.values())))
 
 
-def _pieces(rows: Table) -> Iterator["pd.DataFrame"]:
+def _pieces(rows: _Table) -> Iterator["pd.DataFrame"]:
     """Yield pieces of the rows of a table as frames."""
     import pandas as pd
 
     for start in range(0, _length(rows), _PIECE_ROWS):
-        stop = min(start + _PIECE_ROWS, _length(rows))
-        # Slices of a pandas column would select rows by label.
-        parts = {name: np.asarray(rows[name][start:stop]) for name in rows}
+        parts = {name: values[start : start + _PIECE_ROWS] for name, values in rows.items()}
         texts = {name: plain_ids(part) for name, part in parts.items() if part.dtype.kind == "S"}
-        yield pd.DataFrame(parts | texts, index=pd.RangeIndex(start, stop))
+        yield pd.DataFrame(parts | texts, index=pd.RangeIndex(start, start + _length(parts)))
 
 
-def _widths(rows: Table, searchable: list[str]) -> dict[str, int]:
+def _widths(rows: _Table, searchable: list[str]) -> dict[str, int]:
     """Return the largest number of bytes in each field of texts."""
     widths: dict[str, int] = {}
-    for name in rows:
-        values = np.asarray(rows[name])
+    for name, values in rows.items():
         if values.dtype.kind in "OSTU":
             field_name = name if name in searchable else "values"
             width = max((len(str(v).encode()) for v in values), default=1)
@@ -210,7 +208,7 @@ def _widths(rows: Table, searchable: list[str]) -> dict[str, int]:
     return widths
 
 
-def _put_table(path: Path, key: str, rows: Table, searchable: list[str]) -> list[_Column]:
+def _put_table(path: Path, key: str, rows: _Table, searchable: list[str]) -> list[_Column]:
     """Return the position of each column in a table, which is first written with pandas.
 
     pandas stores the positions as a pickle, which readers do not load, because it can run code.
@@ -236,7 +234,7 @@ def _put_table(path: Path, key: str, rows: Table, searchable: list[str]) -> list
     return [(name, *positions[name]) for name in rows]
 
 
-def _reads_back(path: Path, key: str, rows: Table, columns: list[_Column]) -> bool:
+def _reads_back(path: Path, key: str, rows: _Table, columns: list[_Column]) -> bool:
     """Return whether a table was written correctly. PyTables does not report failed writes."""
     try:
         with h5py.File(path, locking=False) as file:

@@ -38,6 +38,10 @@ class Chance(NamedTuple):
         np.divide(total**2, small, out=freedom, where=small > 0)
         return Chance(total, freedom)
 
+    def part(self, entries: int | slice) -> "Chance":
+        """Return some of the entries of both arrays."""
+        return Chance(self.variance[entries], self.freedom[entries])
+
     def half_width(self) -> np.ndarray:
         """Return half of the interval's width: the standard error times Student's quantile."""
         # SciPy has no quantile for infinite degrees of freedom.

@@ -6,37 +6,33 @@ rows of Phi_c: with masks M (S, n), weights w (n,) and solved targets X_c (k, m)
 scores are never formed.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from trak_core.attribution.fitted_checkpoint import ReadRows
 from trak_core.attribution.score_formulas import powered
 from trak_core.attribution.solve import Spectrum, mean_squared_norm, train_norm, weighted_gramians
 from trak_core.settings import Combine, Setting
 
 # A row of the summary: method, kind, proj_dim (0 without a projection).
 Key = tuple[str, str, int]
-# Start, stop and rows of each block of training samples, in order.
-Blocks = Iterable[tuple[int, int, np.ndarray]]
-ReadRows = Callable[[int, int], np.ndarray]
 
 
-def read_blocks(read: ReadRows, n_rows: int, block: int) -> Blocks:
-    """Yield all rows that ``read(start, stop)`` returns, ``block`` rows at a time."""
-    for start in range(0, n_rows, block):
-        stop = min(start + block, n_rows)
-        yield start, stop, read(start, stop)
+def _blocks(n_rows: int, block: int) -> Iterator[slice]:
+    return (slice(start, min(start + block, n_rows)) for start in range(0, n_rows, block))
 
 
-def subset_sums(masks: np.ndarray, blocks: Blocks) -> np.ndarray:
+def subset_sums(masks: np.ndarray, read: ReadRows, block: int) -> np.ndarray:
     """Return ``masks @ rows``, the sum of each subset's rows, shape (S, m), float64.
 
-    Masks are 1 if a subset contains a training sample, else 0, shape (S, n), float64.
+    Masks are 1 if a subset contains a training sample, else 0, shape (S, n), float64. ``read``
+    returns the rows of the training samples from start to stop, ``block`` rows at a time.
     """
     total = np.zeros(())
-    for start, stop, rows in blocks:
-        total = total + masks[:, start:stop] @ rows
+    for own in _blocks(masks.shape[1], block):
+        total = total + masks[:, own] @ read(own.start, own.stop)
     return total
 
 
@@ -59,10 +55,6 @@ class CheckpointRows:
     target_features: np.ndarray
     block: int
     normal_matrix: np.ndarray | None = None
-
-    def blocks(self) -> Blocks:
-        """Yield all rows of Phi_c."""
-        return read_blocks(self.read, len(self.loss_weights), self.block)
 
 
 def average_weights(
@@ -113,7 +105,7 @@ def setting_sums(
     squared = [np.ones(len(q))]
     normal = {power: _index(squared, checkpoint.normal_weights[power]) for power in powers}
     norm = {p: _index(squared, powered(q, p) ** 2) for p, c in weightings if c.divides_by_norm}
-    sums, gramians = weighted_sums(masks, row_weights, checkpoint.blocks(), squared)
+    sums, gramians = weighted_sums(masks, row_weights, checkpoint.read, checkpoint.block, squared)
     terms: dict[Setting, np.ndarray] = {}
     for dim in sorted({setting.proj_dim for setting in settings}):
         first = [gramian[:dim, :dim] for gramian in gramians]
@@ -153,23 +145,24 @@ def _index(arrays: list[np.ndarray], array: np.ndarray) -> int:
 def weighted_sums(
     masks: np.ndarray,
     weights: Sequence[np.ndarray],
-    blocks: Blocks,
+    read: ReadRows,
+    block: int,
     squared: Sequence[np.ndarray] = (),
 ) -> tuple[np.ndarray, list[np.ndarray]]:
     """Return weighted sums of each subset's features, and weighted products, in one pass.
 
     Sums have shape (len(weights), S, k). There is a product Phi^T diag(w) Phi, shape (k, k), for
-    each w in ``squared``. All weights have shape (n,). See ``subset_sums`` for masks.
+    each w in ``squared``. All weights have shape (n,). See ``subset_sums`` for the other arguments.
     """
     sums = np.zeros(())
 
     def rows_and_weights() -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
         nonlocal sums
-        for start, stop, features in blocks:
-            rows = features.astype(np.float64)
-            part = np.stack([(masks[:, start:stop] * w[start:stop]) @ rows for w in weights])
+        for own in _blocks(masks.shape[1], block):
+            rows = read(own.start, own.stop).astype(np.float64)
+            part = np.stack([(masks[:, own] * w[own]) @ rows for w in weights])
             sums = np.add(sums, part, out=part)
-            yield rows, [w[start:stop] for w in squared]
+            yield rows, [w[own] for w in squared]
 
     gramians = weighted_gramians(rows_and_weights())
     return sums, gramians

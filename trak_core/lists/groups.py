@@ -7,9 +7,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from trak_core.attribution.fitted_checkpoint import Part, ReadRows
+from trak_core.attribution.score_formulas import powered
+from trak_core.config.memory_needs import GroupsNeed
 from trak_core.errors import InputError
 from trak_core.evaluation.intervals import Chance, expanded
-from trak_core.settings import Combine
+from trak_core.runtime.progress import blocks_with_progress
+from trak_core.settings import Combine, ScoresSpec
 
 # The number of draws of runs, and the number of draws of samples for each draw of runs.
 RUN_DRAWS, SAMPLE_DRAWS = 100, 10
@@ -148,15 +152,15 @@ class GroupSums:
             return self.drawn / self.counts[:, :, None]
 
 
-def chance_of_samples(draws: np.ndarray, size: int) -> Chance:
-    """Return the variance of a group's mean that is due to its samples, shape (...).
+def chance_of_samples(draws: np.ndarray, sizes: np.ndarray | int) -> Chance:
+    """Return the variances of groups' means that are due to their samples, shape (...).
 
-    It is the variance between draws with the same runs, times size / (size - 1). ``draws`` contains
-    means over the group's ``size`` samples, shape (..., N_DRAWS), or NaN for draws without samples
-    of the group. The variance for a single sample is 0.
+    They are the variances between draws with the same runs, times size / (size - 1) for groups of
+    ``sizes``, shape (...). ``draws`` contains means over a group's samples, shape (..., N_DRAWS),
+    or NaN for draws without samples of the group. The variance for a single sample is 0.
     """
-    variance = _within_runs(draws) * size / max(size - 1, 1)
-    return Chance(variance, np.full(variance.shape, size - 1.0))
+    variance = _within_runs(draws) * sizes / np.maximum(np.subtract(sizes, 1), 1)
+    return Chance(variance, np.broadcast_to(np.subtract(sizes, 1.0), variance.shape))
 
 
 def group_interval(
@@ -195,6 +199,61 @@ def _by_run(draws: np.ndarray) -> np.ndarray:
     return draws.reshape(*draws.shape[:-1], RUN_DRAWS, SAMPLE_DRAWS)
 
 
+def sums_of_groups(
+    parts: Sequence[Part],
+    rows: Sequence[ReadRows],
+    spec: ScoresSpec,
+    groupings: Sequence[Grouping],
+    improves: np.ndarray,
+    memory_mb: int,
+) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray]]:
+    """Return sums of scores, bootstrap draws of group means, and confidence intervals.
+
+    The sums have shape (groups, m). The draws have shape (groups, ``N_DRAWS``), and each one is a
+    mean over all targets. The intervals are two arrays of the shape of the sums, with the bounds of
+    each target's group means. ``improves``, shape (m,), contains the sign of the scores that
+    improve each target. Targets are processed in blocks that fit in memory.
+    """
+    n_targets = len(improves)
+    assert spec.runs is not None
+    assert spec.loss_weight_power is not None
+    # Groups are numbered consecutively over all columns.
+    group_sizes = np.concatenate([np.bincount(grouping.numbers) for grouping in groupings]).tolist()
+    firsts = np.cumsum([0, *(len(grouping.names) for grouping in groupings)])[:-1]
+    numbers = [own.numbers + first for own, first in zip(groupings, firsts, strict=True)]
+    n_groups = len(group_sizes)
+    run_of = {c: i for i, run in enumerate(spec.runs.values()) for c in run}
+    weights = run_weights([run_of[checkpoint] for checkpoint in spec.checkpoints])
+    norms = [part.scalar("train_norm") if spec.norm_power is not None else 1.0 for part in parts]
+    need = GroupsNeed(n_groups, n_targets, len(parts))
+    at_once = need.targets(memory_mb)
+    n_train = len(groupings[0].numbers)
+    plain = np.empty((n_groups, n_targets))
+    ends = np.empty_like(plain), np.empty_like(plain)
+    drawn = np.zeros((n_groups, N_DRAWS))
+    for first in range(0, n_targets, at_once):
+        own = slice(first, min(first + at_once, n_targets))
+        sums = GroupSums(n_groups, own.stop - first, Combine(spec.combine), weights)
+        for start, stop in blocks_with_progress(n_train, need.rows(memory_mb), "training samples"):
+            similarities = np.stack([read(start, stop)[:, own] for read in rows]).astype(np.float64)
+            similarities *= improves[own]
+            loss_weights = np.stack([
+                powered(part.vector("loss_weights", start, stop), spec.loss_weight_power)
+                for part in parts
+            ])
+            groups = [of_column[start:stop] for of_column in numbers]
+            sums.add(similarities, loss_weights, norms, groups)
+        means = sums.drawn_means()
+        plain[:, own] = sums.plain
+        for group, size in enumerate(group_sizes):
+            draws = means[group].T
+            chance = chance_of_samples(draws, size)
+            low, high = group_interval(draws, sums.plain[group] / size, chance, len(spec.runs))
+            ends[0][group, own], ends[1][group, own] = low, high
+        drawn += means.sum(axis=2)
+    return plain, drawn / n_targets, ends
+
+
 def group_tables(
     groupings: Sequence[Grouping],
     plain: np.ndarray,
@@ -216,8 +275,8 @@ def group_tables(
         sizes = np.bincount(grouping.numbers, minlength=len(grouping.names))
         own = slice(first, first + len(grouping.names))
         means, draws = plain[own].mean(axis=1) / sizes, drawn[own]
-        chances = [chance_of_samples(*pair) for pair in zip(draws, sizes.tolist(), strict=True)]
-        low, high = group_interval(draws, means, _stacked(chances), n_runs)
+        chances = chance_of_samples(draws, sizes)
+        low, high = group_interval(draws, means, chances, n_runs)
         of_column = {"column": grouping.column, "group": grouping.names, "n": sizes}
         columns = {"sum": means * sizes, "mean": means, "low": low, "high": high}
         groups.append(pd.DataFrame({**of_column, **columns}))
@@ -226,7 +285,7 @@ def group_tables(
         for i in range(len(names) - 1):
             others = slice(i + 1, None)
             difference = means[i] - means[others]
-            chance = _stacked([chances[i] + other for other in chances[others]])
+            chance = chances.part(i) + chances.part(others)
             low, high = group_interval(draws[i] - draws[others], difference, chance, n_runs)
             pairs = {"column": grouping.column, "group": names[i], "other": names[others]}
             pairs |= {"difference": difference, "low": low, "high": high}
@@ -239,7 +298,3 @@ def group_tables(
     targets["mean"] = (plain / table["n"].to_numpy()[:, None]).ravel()
     targets["low"], targets["high"] = (end.ravel() for end in ends)
     return table, targets, pd.concat([pd.DataFrame(), *differences], ignore_index=True)
-
-
-def _stacked(chances: Sequence[Chance]) -> Chance:
-    return Chance(*(np.array(part) for part in zip(*chances, strict=True)))

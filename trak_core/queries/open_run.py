@@ -19,6 +19,7 @@ from trak_core.errors import InputError, caused_by_out_of_memory, disk_full_reas
 from trak_core.queries.finished_run import FinishedRun
 from trak_core.queries.question_and_answer import Answer, Asked, as_of_class
 from trak_core.report.read_results import part_with
+from trak_core.runtime.progress import notice
 from trak_core.settings import TRAIN
 from trak_core.study.as_read import lines_as_read
 from trak_core.study.dataset_split import Split, users_code
@@ -45,7 +46,6 @@ class OpenRun(FittedAttributor):
         """Open a results folder. If ``run`` is None, the run is read from the folder."""
         super().__init__()
         self.folder, self._run = results, run
-        self._notices: set[str] = set()
         # A table of the training samples by id, which is empty before the first answer.
         self.columns = pd.DataFrame()
 
@@ -264,11 +264,8 @@ class OpenRun(FittedAttributor):
             # The caller then asks single samples, which may fit in memory.
             if len(group) > 1 and error.code == "gradients.memory_limit":
                 raise
-            notice = f"Notice: answers have no scores by token. {error}"
-        if notice not in self._notices:
-            self._notices.add(notice)
-            print(notice, flush=True)
-        return None
+            notice(f"answers have no scores by token. {error}")
+            return None
 
     def load(self) -> None:
         """Load all checkpoints if they fit in memory."""

@@ -10,9 +10,9 @@ import pandas as pd
 
 from trak_core.errors import InputError, listed
 from trak_core.model_outputs.about_outputs import about_output
-from trak_core.report.read_results import named
 from trak_core.report.template_filters import of_target
 from trak_core.study.dataset_split import label_of, with_label
+from trak_core.study.sample_columns import named
 from trak_core.study.show_samples import table_as_html
 from trak_core.study.study import Study
 

@@ -3,7 +3,6 @@
 import contextlib
 import json
 from collections.abc import Sequence
-from typing import Any
 
 import pandas as pd
 
@@ -13,8 +12,8 @@ from trak_core.queries.question_and_answer import Answer
 from trak_core.report.explore_data import explore
 from trak_core.report.read_results import File, with_class_names, with_fit
 from trak_core.report.render import answer as rendered
+from trak_core.study.dataset_split import Split
 from trak_core.study.sample_columns import short_columns
-from trak_core.study.show_samples import are_drawn
 
 
 def asked_page(run: OpenRun, answers: Sequence[Answer], k: int) -> str:
@@ -24,16 +23,12 @@ def asked_page(run: OpenRun, answers: Sequence[Answer], k: int) -> str:
     """
     with contextlib.chdir(run.run.folder):
         samples = {str(answer.asked.id): answer.asked.sample for answer in answers}
-        draws = are_drawn(run.study, run.train)
-
-        def sample_of(is_target: bool, sample_id: Any) -> Any:
-            return samples[sample_id] if is_target else run.sample(sample_id)
-
+        targets = Split([*samples.values()], [*samples])
         file = with_class_names(_file(run, answers), run.study.class_names())
         by_id = {str(answer.asked.id): answer.tokens for answer in answers}
         tables = [table.assign(target_id=i) for i, table in by_id.items() if table is not None]
         tokens = pd.concat(tables, ignore_index=True) if tables else None
-        explored = explore(file, run.study, sample_of, drawn=draws, token_scores=tokens)
+        explored = explore(file, run.study, run.train, targets, token_scores=tokens)
         return rendered(explored, run.study.name, k)
 
 

@@ -118,14 +118,16 @@ def _line_chart(
     x_label: str,
     y_label: str,
     log_x: bool = False,
-    x_ticks: Sequence[float],
-    most_ticks: int = 6,
+    x_ticks: Sequence[float] | None = None,
     ceiling: Any = None,
 ) -> Chart:
     """Return a chart of lines. ``ceiling`` is a row with ``lds``, ``low`` and ``high``, or None.
 
-    If ``x_ticks`` has more than ``most_ticks`` values, matplotlib chooses the ticks instead.
+    The default ticks are at the points of the first line. If it has more than six points,
+    matplotlib chooses the ticks.
     """
+    if x_ticks is None and len(lines[0].x) <= 6:
+        x_ticks = lines[0].x
     legend = [*lines]
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained")
@@ -138,7 +140,7 @@ def _line_chart(
             _draw(axes, line)
         if log_x:
             axes.set_xscale("log")
-        if len(x_ticks) <= most_ticks:
+        if x_ticks is not None:
             axes.xaxis.set_major_locator(FixedLocator(list(x_ticks)))
             axes.xaxis.set_minor_locator(NullLocator())
             axes.xaxis.set_major_formatter(ScalarFormatter())
@@ -183,7 +185,6 @@ def lds_charts(evaluation: File) -> list[Chart]:
             y_label="LDS",
             log_x=len(counts) > 1,
             x_ticks=ticks,
-            most_ticks=len(ticks),
             ceiling=ceiling,
         )
     ]
@@ -205,11 +206,8 @@ def _sweep_chart(evaluation: File, name: str, title: str, label: str, ceiling: A
         Line(str(combine).replace("_", " "), rows[name].tolist(), rows["lds"].tolist(), color=color)
         for (combine, rows), color in zip(sweep.groupby("combine"), _COLORS, strict=False)
     ]
-    x = sweep[name].unique().tolist()
-    log_x = name != "loss_weight_power" and x[0] > 0
-    return _line_chart(
-        title, lines, x_label=label, y_label="LDS", log_x=log_x, x_ticks=x, ceiling=ceiling
-    )
+    log_x = name != "loss_weight_power" and lines[0].x[0] > 0
+    return _line_chart(title, lines, x_label=label, y_label="LDS", log_x=log_x, ceiling=ceiling)
 
 
 def removal_charts(removals: File, labels: Mapping[str, str]) -> list[Chart]:
@@ -235,9 +233,7 @@ def removal_charts(removals: File, labels: Mapping[str, str]) -> list[Chart]:
             ends = [x[0], x[-1]] if len(x) > 1 else [0.9 * x[0], 1.1 * x[0]]
             lines.append(Line(labels["everything"], ends, [whole] * 2, color=_ORANGE, dashed=True))
         title, treated = _MEASURES[measure], f"training examples {labels['treated']}"
-        chart = _line_chart(
-            title, lines, x_label=treated, y_label=title.lower(), log_x=len(x) > 1, x_ticks=x
-        )
+        chart = _line_chart(title, lines, x_label=treated, y_label=title.lower(), log_x=len(x) > 1)
         charts.append(chart)
     return charts
 

@@ -79,10 +79,9 @@ def find_examples(
     draws, describes = are_drawn(study, train), study.has("describe")
 
     def show(split: Split, n: int) -> dict[Any, Picture | str]:
-        ids = split.ids[:n]
         return {
             i: show_sample(study, i, split.samples[row], BEGINNING, draws)
-            for row, i in enumerate(ids)
+            for row, i in enumerate(split.ids[:n])
         }
 
     strong = pd.concat([file.tables["top_influences"]["train_id"] for file in experiments])

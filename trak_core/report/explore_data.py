@@ -17,10 +17,12 @@ from trak_core.model_outputs.about_outputs import About
 from trak_core.report.read_results import File, output_of, rows_with
 from trak_core.report.template_filters import anchor, is_right, label, number, of_target, signed
 from trak_core.settings import MEAN_OF
+from trak_core.study.dataset_split import Split
 from trak_core.study.sample_columns import RESERVED
 from trak_core.study.show_samples import (
     BEGINNING,
     Picture,
+    are_drawn,
     contents_digest,
     readable,
     show_sample,
@@ -40,6 +42,8 @@ _CHARACTERS = 1000
 # A function (is_target, id, characters) that returns the sample as it is shown, with at most
 # ``characters`` characters, and a digest of its contents. ``is_target`` is false for training ids.
 Show = Callable[[bool, Any, int], tuple[Picture | str, bytes]]
+# A function (is_target, id, number of tokens) that returns the texts of a sample's tokens.
+Texts = Callable[[bool, Any, int], Sequence[str]]
 _EQUAL_HARMS = (
     "A training sample equal to this target is among its most harmful samples. Compare their "
     "labels, or which of their tokens are scored."
@@ -48,31 +52,19 @@ _EQUAL_HARMS = (
 LEVELS = 9
 
 
-class Tokens:
-    """Scores by token, which are shown as colours.
+def _scores_by_token(table: pd.DataFrame | None) -> dict[tuple[Any, Any], np.ndarray]:
+    """Return the scores of a training sample's tokens, by target and training sample.
 
-    Attributes:
-        texts: A function (is_target, id, number of tokens) -> the texts of a sample's tokens.
-        train: The scores of a training sample's tokens, by target and training sample.
-        targets: The scores of a target's tokens, summed over its training samples, by target.
+    The scores of a target's tokens, summed over its training samples, have the key (target, None).
     """
-
-    def __init__(
-        self, table: pd.DataFrame | None, texts: Callable[[bool, Any, int], Sequence[str]]
-    ) -> None:
-        """Read the table ``tokens`` of a token-scores file, or no scores if it is None."""
-        self.texts = texts
-        self.train: dict[tuple[Any, Any], np.ndarray] = {}
-        self.targets: dict[Any, np.ndarray] = {}
-        if table is None:
-            return
+    by_token: dict[tuple[Any, Any], np.ndarray] = {}
+    if table is not None:
         keys = ["side", "target_id", "train_id"]
         of_tokens = table.loc[table["token"] >= 0, :].groupby(keys, sort=False)["score"]
         for (side, target, sample), scores in of_tokens:
-            if side == "train":
-                self.train[target, sample] = scores.to_numpy()
-            else:
-                self.targets[target] = self.targets.get(target, 0) + scores.to_numpy()
+            key = target, sample if side == "train" else None
+            by_token[key] = by_token.get(key, 0) + scores.to_numpy()
+    return by_token
 
 
 def token_levels(scores: np.ndarray) -> list[int]:
@@ -227,7 +219,11 @@ def _train(
 
 
 def _rows(
-    experiment: File, n_targets: int, self_influence: pd.Series | None, tokens: Tokens
+    experiment: File,
+    n_targets: int,
+    self_influence: pd.Series | None,
+    by_token: Mapping[tuple[Any, Any], np.ndarray],
+    token_texts: Texts,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, list[str]]]:
     """Return the page's entries for targets and training samples, and the column names of both."""
     ids = experiment.tables["targets"]["id"].tolist()[:n_targets]
@@ -242,26 +238,26 @@ def _rows(
     by_target: dict[Any, list[tuple[Any, ...]]] = {target: [] for target in ids}
     ordered = kept.sort_values(["sign", "rank"], ascending=[False, True], kind="stable")
     for row in rows_with(ordered):
-        scores, entry = tokens.train.get((row.target_id, row.train_id)), train[place[row.train_id]]
+        scores, entry = by_token.get((row.target_id, row.train_id)), train[place[row.train_id]]
         levels = [] if scores is None else [token_levels(scores)]
         if scores is not None and len(scores) and "tokens" not in entry:
-            entry["tokens"] = list(tokens.texts(False, row.train_id, len(scores)))
+            entry["tokens"] = token_texts(False, row.train_id, len(scores))
         by_target[row.target_id].append((place[row.train_id], signed(row.score), *levels))
     for entry, target in zip(targets, ids, strict=True):
         entry["influences"] = by_target[target]
-        scores = tokens.targets.get(target)
+        scores = by_token.get((target, None))
         if scores is not None and len(scores):
             entry["levels"] = token_levels(scores)
-            entry["tokens"] = list(tokens.texts(True, target, len(scores)))
+            entry["tokens"] = token_texts(True, target, len(scores))
     return targets, train, {"targets": target_columns, "train": train_columns}
 
 
 def explore(
     experiment: File,
     study: Study,
-    sample_of: Callable[[bool, Any], Any],
+    train: Split,
+    targets: Split,
     *,
-    drawn: bool,
     token_scores: pd.DataFrame | None = None,
     self_influence: pd.Series | None = None,
 ) -> Answer:
@@ -272,41 +268,46 @@ def explore(
     their training samples, then those of other targets, then those of other training samples,
     ordered by their best rank. If not all texts fit, texts are shortened.
 
-    ``sample_of`` is a function (is_target, id) that returns the sample, which is shown as a picture
-    if ``drawn``. ``token_scores`` is the table ``tokens`` of a token-scores file.
-    ``self_influence`` contains the self-influence of training samples, by id.
+    ``train`` and ``targets`` contain the samples that the page may show. ``token_scores`` is the
+    table ``tokens`` of a token-scores file. ``self_influence`` contains the self-influence of
+    training samples, by id.
     """
+    splits, drawn, described = (train, targets), are_drawn(study, train), study.has("describe")
+    row_of = [{sample_id: row for row, sample_id in enumerate(s.ids)} for s in splits]
+
+    def sample_of(is_target: bool, sample_id: Any) -> Any:
+        return splits[is_target].sample(row_of[is_target][sample_id])
 
     def show(is_target: bool, sample_id: Any, characters: int) -> tuple[Picture | str, bytes]:
         sample = sample_of(is_target, sample_id)
         return show_sample(study, sample_id, sample, characters, drawn), contents_digest(sample)
 
-    def texts(is_target: bool, sample_id: Any, n_tokens: int) -> list[str]:
+    def token_texts(is_target: bool, sample_id: Any, n_tokens: int) -> list[str]:
         return shown_tokens(study, sample_id, sample_of(is_target, sample_id), n_tokens)
 
-    described, tokens = study.has("describe"), Tokens(token_scores, texts)
-    n_targets = len(experiment.tables["targets"])
+    by_token, n_targets = _scores_by_token(token_scores), len(experiment.tables["targets"])
     short = _without_repeated(experiment, show) if described and not drawn else experiment
     while True:
-        targets, train, columns = _rows(short, n_targets, self_influence, tokens)
-        n_bytes = len(_json([targets, train]).encode())
+        rows = _rows(short, n_targets, self_influence, by_token, token_texts)
+        target_entries, train_entries, columns = rows
+        n_bytes = len(_json([target_entries, train_entries]).encode())
         if n_bytes <= _ROWS or n_targets == 1:
             break
         n_targets = max(1, int(0.95 * n_targets * _ROWS / n_bytes))
     # A target that is a mean of others is not a sample that can be shown.
-    shown = [] if MEAN_OF in experiment.tables["targets"] else targets
-    first = {i for entry in targets[:AT_ONCE] for i, *_ in entry["influences"]}
+    shown = [] if MEAN_OF in experiment.tables["targets"] else target_entries
+    first = {i for entry in target_entries[:AT_ONCE] for i, *_ in entry["influences"]}
     asked = [(True, entry) for entry in shown[:AT_ONCE]]
-    asked += [(False, train[i]) for i in sorted(first)]
+    asked += [(False, train_entries[i]) for i in sorted(first)]
     n_at_once = len(asked)
     asked += [(True, entry) for entry in shown[AT_ONCE:]]
-    asked += [(False, entry) for i, entry in enumerate(train) if i not in first]
+    asked += [(False, entry) for i, entry in enumerate(train_entries) if i not in first]
     pictures = _fill(asked, n_at_once, show, _PAGE - _MARKUP - n_bytes, drawn=drawn)
-    _mark_equal(targets, train, output_of(experiment))
-    for entry in (*targets, *train):
+    _mark_equal(target_entries, train_entries, output_of(experiment))
+    for entry in (*target_entries, *train_entries):
         del entry["key"]
         entry.pop("digest", None)
-    return Answer(experiment, targets, train, columns, pictures, drawn, described)
+    return Answer(experiment, target_entries, train_entries, columns, pictures, drawn, described)
 
 
 def _without_repeated(experiment: File, show: Show) -> File:

@@ -25,11 +25,13 @@ from trak_core.attribution.model_fit import fit_of
 from trak_core.model_outputs.about_outputs import About, about_output
 from trak_core.settings import EXACT, LESS, MEAN_OF
 from trak_core.study.dataset_split import Split
+from trak_core.study.sample_columns import named, with_names
 
 # Loss weights with a smaller absolute value are counted as near 0.
 NEAR_ZERO = 1e-3
 _N_LARGEST = 10
 _N_HARMFUL = 100
+_CLASSES = ("label", "prediction", "train_label")
 # The largest number of training samples in the table that compares experiments.
 _N_SHARED = 30
 
@@ -232,17 +234,10 @@ def with_class_names(file: File, names: Sequence[str]) -> File:
         return file
     by_group = "groups" in file.tables
     tables = {
-        key: _groups_with_names(table, names) if by_group else _with_names(table, names)
+        key: _groups_with_names(table, names) if by_group else with_names(table, _CLASSES, names)
         for key, table in file.tables.items()
     }
     return replace(file, tables=tables)
-
-
-def _with_names(table: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
-    columns = [name for name in ("label", "prediction", "train_label") if name in table]
-    return table.assign(**{
-        name: [named(names, value) for value in table[name].tolist()] for name in columns
-    })
 
 
 def _groups_with_names(table: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
@@ -253,11 +248,6 @@ def _groups_with_names(table: pd.DataFrame, names: Sequence[str]) -> pd.DataFram
         name: [named(names, int(v)) if c else v for v, c in zip(values, is_class, strict=True)]
         for name, values in groups.items()
     })
-
-
-def named(names: Sequence[str], number: Any) -> Any:
-    """Return the name of a class, or its number if the class has no name."""
-    return names[number] if 0 <= number < len(names) else number
 
 
 def side_by_side(experiments: Sequence[File]) -> list[dict[str, Any]]:

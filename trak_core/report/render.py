@@ -6,6 +6,7 @@ undefined name in a template raises an error.
 
 import base64
 import hashlib
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -20,7 +21,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from trak_core.config.cross_checks import lists_of
 from trak_core.lists.lists import ENOUGH_TARGETS, few_targets
 from trak_core.report import charts, template_filters
-from trak_core.report.describe_samples import EACH, Examples
 from trak_core.report.explore_data import AT_ONCE, EACH_ON_PAGE, Answer
 from trak_core.report.read_results import (
     NEAR_ZERO,
@@ -164,11 +164,6 @@ def _disagreement(scores: Sequence[File]) -> Iterator[StudyWarning]:
 
 
 _FOLDER = Path(__file__).parent
-# Functions of template_filters that templates use, such as `{{ n | plural("target") }}`.
-_FILTERS = (
-    *("number", "signed", "fixed", "percent", "thousands", "plural", "label", "anchor"),
-    *("is_right", "of_target", "of_training_sample"),
-)
 _KINDS = ("ceiling", "scores", "baseline")
 # The largest number of entries that are shown of each list or mapping in the config.
 _LONG = 40
@@ -255,12 +250,14 @@ def _environment() -> Environment:
     functions = (
         *(charts.lds_charts, charts.removal_charts, charts.group_charts),
         *(output_of, ranked, per_target, worked_example, config_text, versions, condition_number),
-        script_hash,
+        *(script_hash, study_warnings, score_warnings),
     )
-    environment.filters |= {name: getattr(template_filters, name) for name in _FILTERS}
+    # Filters of templates, such as `{{ n | plural("target") }}`.
+    environment.filters |= dict(inspect.getmembers(template_filters, inspect.isfunction))
     environment.globals |= {function.__name__: function for function in functions}
     environment.globals |= {
         "limits": LIMITS,
+        "at_once": AT_ONCE,
         "style": (_FOLDER / "style.css").read_text(encoding="utf-8"),
     }
     return environment
@@ -277,40 +274,10 @@ def rendered(template: str, **shown: Any) -> str:
     return _environment().get_template(f"{template}.html.j2").render(shown)
 
 
-def report(
-    results: Results,
-    examples: Sequence[Examples],
-    shared: Sequence[Mapping[str, Any]],
-    study: str,
-    first: tuple[int | str, str],
-) -> str:
-    """Return the report of a study as one HTML document, with the examples of each experiment.
-
-    ``shared`` contains training samples that are prominent in several experiments, which are also
-    in ``examples``. ``study`` is the study's name on the page. ``first`` contains the id of the
-    first training sample, and its model input as a text ("" if the input is not shown).
-    """
-    return rendered(
-        "report",
-        results=results,
-        output=output_of(results.experiments[0]),
-        fit=results.experiments[0].attributes["fit"],
-        warnings=study_warnings(results),
-        examples=examples,
-        shared=shared,
-        each=EACH,
-        study=study,
-        first=first,
-    )
-
-
 def answer(shown: Answer, study: str, each: int = EACH_ON_PAGE) -> str:
     """Return an experiment's targets and strongest training samples as one HTML document.
 
     For each target, at most ``each`` training samples of each sign are shown. An experiment without
     a file name contains answers of ``trak ask``.
     """
-    output = output_of(shown.experiment)
-    warnings = score_warnings(shown.experiment)
-    given = {"shown": shown, "output": output, "study": study, "each": each}
-    return rendered("answer", **given, at_once=AT_ONCE, warnings=warnings)
+    return rendered("answer", shown=shown, study=study, each=each)

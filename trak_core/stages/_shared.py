@@ -4,24 +4,31 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from trak_core.artifacts import (
+    CHECKPOINT_SCORES,
     EMBEDDINGS,
+    EXACT_SCORES,
     Artifact,
     ArtifactKind,
     check_made_for,
     check_same,
     check_together,
-    checkpoint_scores_kind,
     open_artifact,
 )
 from trak_core.artifacts.write import MatrixWriter
 from trak_core.attribution.fitted_checkpoint import ReadRows, read_rows, similarity_rows
+from trak_core.attribution.score_formulas import unit_rows
+from trak_core.evaluation.baselines import bm25_scores
 from trak_core.runtime.progress import blocks_with_progress
 from trak_core.settings import FeaturesSpec, ScoresSpec
+
+if TYPE_CHECKING:  # These modules import torch, which some stages do not need.
+    from trak_core.study.dataset_split import Split
+    from trak_core.study.study import Study
 
 PER_SAMPLE = ("labels", "outputs", "predictions")
 
@@ -43,7 +50,7 @@ def open_checkpoint_scores(
 
     ``rule`` is the rule that made the files if it is not the usual one. ``stack`` closes the files.
     """
-    kind = checkpoint_scores_kind(spec.features.projection)
+    kind = EXACT_SCORES if spec.features.is_exact else CHECKPOINT_SCORES
     kind = kind if rule is None else replace(kind, rule=rule)
     parts = [stack.enter_context(open_artifact(path, kind)) for path in paths]
     check_together(parts, spec)
@@ -80,17 +87,17 @@ def positions(ids: Sequence[Any], of: Sequence[Any]) -> list[int]:
     return [position[sample_id] for sample_id in of]
 
 
-def read_embeddings(
+def read_directions(
     paths: Sequence[Path],
     spec: FeaturesSpec,
     checkpoints: Sequence[str],
     train_ids: Sequence[Any],
     target_ids: Sequence[Any],
 ) -> Iterator[tuple[ReadRows, np.ndarray]]:
-    """Yield the embeddings of training samples and of targets for each checkpoint.
+    """Yield the embeddings of training samples and of targets, divided by their norms.
 
-    Training embeddings are yielded as a function that reads rows, of shape (rows, width). Target
-    embeddings are an array of shape (m, width). ``paths`` contains a file for each checkpoint.
+    There is a file in ``paths``, and a yielded pair, for each checkpoint. Training embeddings are
+    yielded as a function that reads rows, target embeddings as an array of shape (m, width).
     """
     for path, checkpoint in zip(paths, checkpoints, strict=True):
         with open_made_for(path, EMBEDDINGS, spec.under(checkpoint)) as file:
@@ -99,7 +106,13 @@ def read_embeddings(
             check_same("targets", list(target_ids), [i for i in target_ids if i in row_of], file)
             # HDF5 reads rows only in ascending order.
             rows, order = np.unique([row_of[i] for i in target_ids], return_inverse=True)
-            yield read_rows(file.matrix("train")), file.matrix("targets")[rows][order]
+            read = read_rows(file.matrix("train"), normalize=True)
+            yield read, unit_rows(file.matrix("targets")[rows][order])
+
+
+def bm25_of_targets(study: "Study", train: "Split", target_ids: Any) -> Iterator[np.ndarray]:
+    """Yield the BM25 scores of all training texts for each target's text."""
+    return bm25_scores(study.words(train), study.words(study.split("target", target_ids)))
 
 
 def embeddings_hashes(paths: Sequence[Path]) -> list[str]:

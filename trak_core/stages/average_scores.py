@@ -43,27 +43,22 @@ _SIGN = (
 )
 
 
-def _study_columns(
-    study_file: Path | None, question: Path | None, name: str, stored_ids: np.ndarray
-) -> pd.DataFrame:
-    """Return columns from the study, or from a file of samples, for the samples in a table."""
+def _with_study_columns(
+    table: dict[str, np.ndarray], study_file: Path | None, question: Path | None, name: str
+) -> dict[str, np.ndarray] | pd.DataFrame:
+    """Return a table of samples with their columns from the study, or from a file of samples."""
     if (question is None or question.suffix == ".py") and study_file is None:
-        return pd.DataFrame(index=range(len(stored_ids)))
+        return table
     # These modules import torch, so they are imported only if they are needed.
     from trak_core.study.sample_columns import columns_of
     from trak_core.study.study import Study
 
     study = None if study_file is None else Study.load(study_file)
-    return columns_of(study, name, plain_ids(stored_ids), question)
-
-
-def _join_study_columns(
-    table: dict[str, np.ndarray], study_columns: pd.DataFrame
-) -> dict[str, np.ndarray] | pd.DataFrame:
-    if study_columns.columns.empty:
+    columns = columns_of(study, name, plain_ids(table["id"]), question)
+    if columns.columns.empty:
         return table
     plain = {key: plain_ids(v) if v.dtype.kind == "S" else v for key, v in table.items()}
-    return pd.DataFrame(plain).join(study_columns)
+    return pd.DataFrame(plain).join(columns)
 
 
 def _check_shards(
@@ -202,12 +197,14 @@ def average_scores(
             else:
                 kept_scores = KeptScores.of(blocks(values), improves, labels, top)
             train |= kept_scores.by_sample
-            more = pd.DataFrame({MEAN_OF: [mean_of]})
             if mean_of is None:
-                more = _study_columns(study_file, question, str(spec.experiment), targets["id"])
-            writer.table("targets", _join_study_columns(targets, more), ["id"])
-            more = _study_columns(study_file, pool, POOL if pool else TRAIN, train["id"])
-            writer.table("train", _join_study_columns(train, more), ["id"])
+                own = targets, study_file, question, str(spec.experiment)
+                writer.table("targets", _with_study_columns(*own), ["id"])
+            else:
+                named = targets | {MEAN_OF: np.array([mean_of], dtype=object)}
+                writer.table("targets", named, ["id"])
+            own = train, study_file, pool, POOL if pool else TRAIN
+            writer.table("train", _with_study_columns(*own), ["id"])
             # `sign` is not searchable, because it names a function in the queries of pandas.
             searchable = ["target_id", "rank", "train_id", "score"]
             writer.table("top_influences", influence_table(kept_scores, train, targets), searchable)

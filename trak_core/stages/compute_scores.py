@@ -19,7 +19,6 @@ from trak_core.artifacts import (
     check_made_for,
     check_same,
     check_splits,
-    checkpoint_scores_kind,
     create,
     open_artifact,
     software,
@@ -175,7 +174,7 @@ def average_targets(
 
     Source: docs/explanation/scores.md, "Scores of several targets".
     """
-    kind = checkpoint_scores_kind(spec.features.projection)
+    kind = EXACT_SCORES if spec.features.is_exact else CHECKPOINT_SCORES
     with ExitStack() as stack:
         parts = [stack.enter_context(open_artifact(path, kind)) for path in members]
         first, name = parts[0], str(spec.experiment)
@@ -204,8 +203,7 @@ def average_targets(
             values = writer.matrix(key, first.vector(f"{key}/axis1"), [name], dtype=rows.dtype)
             for start, stop in blocks_with_progress(len(rows), max(1, block), "rows"):
                 values[start:stop] = mean(f"{key}/block0_values", start, stop)[:, None]
-            writer.vector("train_ids", first.vector("train_ids"))
-            for column in ("loss_weights", *(f"train_{key}" for key in PER_SAMPLE)):
+            for column in ("train_ids", "loss_weights", *(f"train_{key}" for key in PER_SAMPLE)):
                 writer.vector(column, first.vector(column))
             if spec.norm_power is not None:
                 writer.scalar("train_norm", first.scalar("train_norm"))

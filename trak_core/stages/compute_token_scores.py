@@ -122,7 +122,7 @@ def compute_token_scores(
 def _read_rows(features: Artifact, rows: Sequence[int]) -> np.ndarray:
     """Return ``rows`` of a file of features, float64. They may be in any order."""
     values = features.matrix("features")
-    return np.stack([values[row : row + 1][0] for row in rows]).astype(np.float64)
+    return np.stack([values[row] for row in rows]).astype(np.float64)
 
 
 def _print_accuracy(top: pd.DataFrame, tokens: pd.DataFrame, layers: pd.DataFrame) -> None:

@@ -23,7 +23,7 @@ from trak_core.lists.lists import few_targets
 from trak_core.report.charts import TARGETS_IN_FIGURE, influences_figure
 from trak_core.report.describe_samples import EACH, Examples, find_examples, targets_of
 from trak_core.report.explore_data import EACH_ON_PAGE, Answer, explore
-from trak_core.report.read_results import File, output_of, read_experiment, with_class_names
+from trak_core.report.read_results import output_of, read_experiment, with_class_names
 from trak_core.report.render import answer as answer_page
 from trak_core.report.render import rendered, score_warnings
 from trak_core.report.template_filters import anchor, number
@@ -67,36 +67,6 @@ def _texts(study: Study, split: Split, name: str) -> pd.DataFrame:
     rows = blocks_with_progress(len(split.ids), 1, f"texts of {name}")
     texts = [short_text(study, split.ids[row], split.samples[row]) for row, _ in rows]
     return pd.DataFrame({"id": split.ids, "text": texts})
-
-
-def _explored(
-    study: Study,
-    scores: File,
-    targets: Split,
-    train: Split,
-    self_influence: Sequence[Path],
-    token_scores: Sequence[Path],
-) -> Answer:
-    """Return the contents of the page. The last two arguments contain at most one file each."""
-    influence = tokens = None
-    for path in self_influence:
-        with open_artifact(path, SELF_INFLUENCE) as file:
-            table = file.table("train")
-        influence = pd.Series(table["self_influence"].to_numpy(), index=table["id"].to_numpy())
-        shown = scores.tables["train"]["id"].tolist()
-        check_same("training samples", shown, [i for i in shown if i in influence.index], file)
-    for path in token_scores:
-        with open_artifact(path, TOKEN_SCORES) as file:
-            check_same("scores", scores.content_hash, file.spec["scores"], file)
-            tokens = file.table("tokens")
-    row_of = [{sample_id: row for row, sample_id in enumerate(s.ids)} for s in (train, targets)]
-
-    def sample_of(is_target: bool, sample_id: Any) -> Any:
-        return (train, targets)[is_target].samples[row_of[is_target][sample_id]]
-
-    draws = are_drawn(study, train)
-    given = scores, study, sample_of
-    return explore(*given, drawn=draws, token_scores=tokens, self_influence=influence)
 
 
 def _write_texts(
@@ -151,7 +121,19 @@ def draw_influences(
     tables = {**experiment.tables, "shown": shown, "top_influences": top}
     (examples,) = find_examples(study, [replace(experiment, tables=tables)], train, [targets])
     _draw(figure, examples)
-    explored = _explored(study, experiment, targets, train, self_influence, token_scores)
+    influence = tokens = None
+    for path in self_influence:
+        with open_artifact(path, SELF_INFLUENCE) as file:
+            table = file.table("train")
+        influence = pd.Series(table["self_influence"].to_numpy(), index=table["id"].to_numpy())
+        ids = experiment.tables["train"]["id"].tolist()
+        check_same("training samples", ids, [i for i in ids if i in influence.index], file)
+    for path in token_scores:
+        with open_artifact(path, TOKEN_SCORES) as file:
+            check_same("scores", experiment.content_hash, file.spec["scores"], file)
+            tokens = file.table("tokens")
+    given = experiment, study, train, targets
+    explored = explore(*given, token_scores=tokens, self_influence=influence)
     with atomic_write(answer) as partial:
         partial.write_text(answer_page(explored, study.name), encoding="utf-8")
     _write_texts(texts, study, explored, targets, train, code)

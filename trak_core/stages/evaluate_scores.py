@@ -29,13 +29,7 @@ from trak_core.artifacts import (
 from trak_core.attribution.fitted_checkpoint import normal_weights, read_rows, score_rows
 from trak_core.config.memory_needs import evaluation_need
 from trak_core.config.scoring_settings import usual_combine, usual_power, usual_weighting
-from trak_core.evaluation.baselines import (
-    Bm25,
-    cosine_sums,
-    gradient_dot_sums,
-    label_sums,
-    random_sums,
-)
+from trak_core.evaluation.baselines import gradient_dot_sums, label_sums, random_sums
 from trak_core.evaluation.intervals import CONFIDENCE
 from trak_core.evaluation.lds import (
     GroundTruth,
@@ -49,7 +43,6 @@ from trak_core.evaluation.subset_sums import (
     FeaturePass,
     Key,
     average_weights,
-    read_blocks,
     setting_sums,
     subset_sums,
 )
@@ -65,7 +58,12 @@ from trak_core.settings import (
     curvature_power,
     settings_of,
 )
-from trak_core.stages._shared import open_checkpoint_scores, open_made_for, read_embeddings
+from trak_core.stages._shared import (
+    bm25_of_targets,
+    open_checkpoint_scores,
+    open_made_for,
+    read_directions,
+)
 
 
 def _passes(
@@ -91,24 +89,6 @@ def _passes(
         if same_dim:
             passes.append(FeaturePass(same_dim, spec.checkpoints, spec.weighting, dim))
     return passes
-
-
-def _rows(
-    train: Artifact,
-    targets: Artifact,
-    block: int,
-    weights: Mapping[float, np.ndarray],
-    unit_dim: int | None,
-) -> CheckpointRows:
-    """Return one checkpoint's features and weights. See ``CheckpointRows`` for the arguments."""
-    return CheckpointRows(
-        loss_weights=train.vector("loss_weights"),
-        normal_weights=weights,
-        read=read_rows(train.matrix("features"), normalize=unit_dim is not None, first=unit_dim),
-        target_features=targets.matrix("features")[:].astype(np.float64),
-        block=block,
-        normal_matrix=train.matrix("sampled_normal")[:] if train.has("sampled_normal") else None,
-    )
 
 
 def _feature_sums(
@@ -140,6 +120,9 @@ def _feature_sums(
             scored_hash = scored.spec["train_features"]
             check_same("training features", scored_hash, train.content_hash, train)
             check_same("targets", scored.ids("target_ids"), targets.ids("sample_ids"), targets)
+            phi, loss_weights = train.matrix("features"), train.vector("loss_weights")
+            target_phi = targets.matrix("features")[:].astype(np.float64)
+            normal = train.matrix("sampled_normal")[:] if train.has("sampled_normal") else None
             for each, by_power, total in zip(passes, averages, totals, strict=True):
                 if checkpoint not in each.checkpoints:
                     continue
@@ -147,27 +130,15 @@ def _feature_sums(
                 for power in by_power:
                     of = curvature_power(each.weighting, power, is_probability=is_probability)
                     weights[power] = normal_weights(train, of)
-                rows = _rows(train, targets, block, weights, each.unit_dim)
+                dim = each.unit_dim
+                read = read_rows(phi, normalize=dim is not None, first=dim)
+                rows = CheckpointRows(loss_weights, weights, read, target_phi, block, normal)
                 terms = setting_sums(masks, each.settings, by_power, rows)
                 total.update({key: total.get(key, 0) + term for key, term in terms.items()})
             if gradient_dot:
-                term = gradient_dot_sums(masks, _rows(train, targets, block, {}, None))
-                dots = term if dots is None else dots + term
+                given = masks, loss_weights, read_rows(phi), target_phi, block
+                dots = gradient_dot_sums(*given) + (0 if dots is None else dots)
     return totals, dots
-
-
-def _word_sums(
-    masks: np.ndarray, study_file: Path, train_ids: list[Any], target_ids: list[Any], file: Artifact
-) -> np.ndarray:
-    """Return subset sums of BM25 scores between training texts and the targets' texts."""
-    from trak_core.study.study import Study  # Imports torch, which other baselines do not need.
-
-    study = Study.load(study_file)
-    train = study.split(TRAIN, None)
-    check_same("training samples", train_ids, train.ids, file)
-    index = Bm25.of(study.words(train))
-    queries = study.words(study.split("target", target_ids))
-    return np.stack([masks @ index.scores(words) for words in queries], axis=1)
 
 
 def evaluate_scores(
@@ -218,17 +189,16 @@ def evaluate_scores(
             settings=settings,
         ).rows(memory_mb)
 
-        final_rows = read_blocks(read_rows(final.matrix("scores")), n_train, block)
+        final_rows = read_rows(final.matrix("scores"))
         methods: dict[Key, np.ndarray] = {
-            ("scores", "scores", proj_dim): subset_sums(masks, final_rows)
+            ("scores", "scores", proj_dim): subset_sums(masks, final_rows, block)
         }
         by_id = dict(zip(spec.checkpoints, parts, strict=True))
         by_count = {}
         for count in curve_counts(len(parts)):
             first = [by_id[checkpoint] for checkpoint in spec.along_runs[:count]]
             similarities = [read_rows(part.matrix("similarities")) for part in first]
-            rows = read_blocks(score_rows(first, similarities, spec), n_train, block)
-            by_count[count] = subset_sums(masks, rows)
+            by_count[count] = subset_sums(masks, score_rows(first, similarities, spec), block)
         swept: dict[Setting, np.ndarray] = {}
         if train_paths:
             paths = zip(train_paths, targets_paths, parts, strict=True)
@@ -241,11 +211,10 @@ def evaluate_scores(
                 methods["gradient_dot", "baseline", proj_dim] = dots
             swept = {setting: total[setting] for total in totals for setting in total}
         if embeddings:
+            given = embeddings, embeddings_spec, spec.ends, train_ids, target_ids
             cosines = [
-                cosine_sums(masks, read_blocks(read, n_train, block), target_embeddings)
-                for read, target_embeddings in read_embeddings(
-                    embeddings, embeddings_spec, spec.ends, train_ids, target_ids
-                )
+                subset_sums(masks, read, block) @ directions.T
+                for read, directions in read_directions(*given)
             ]
             methods["embedding_cosine", "baseline", 0] = np.mean(cosines, axis=0)
         for name in baselines:
@@ -253,28 +222,42 @@ def evaluate_scores(
             if name == "random":
                 methods[key] = random_sums(masks, len(target_ids), block)
             if name == "bm25":
-                methods[key] = _word_sums(masks, study_file, train_ids, target_ids, final)
+                from trak_core.study.study import Study  # Other baselines do not need torch.
+
+                study = Study.load(study_file)
+                train = study.split(TRAIN, None)
+                check_same("training samples", train_ids, train.ids, final)
+                by_target = bm25_of_targets(study, train, target_ids)
+                methods[key] = np.stack([masks @ own for own in by_target], axis=1)
             if name == "same_class":
                 labels = parts[0].vector("train_labels"), parts[0].vector("target_labels")
                 methods[key] = label_sums(masks, *labels, block)
-        file_spec = spec.as_dict() | {"retrained": truth.source, "scores": final.content_hash}
-        file_spec |= {"projection": final.spec["projection"]}
-        file_spec |= {"baselines": list(baselines), "sweep": sweep}
+        file_spec = spec.as_dict() | {
+            "retrained": truth.source,
+            "scores": final.content_hash,
+            "projection": final.spec["projection"],
+            "baselines": list(baselines),
+            "sweep": sweep,
+        }
     summary, targets, checkpoints = lds_tables(methods, by_count, truth, target_ids)
-    same_seeds = int(retrained_spec is not None and retrained_spec.run_seeds is not None)
-    about = {"experiment": spec.experiment, "n_subsets": len(masks)}
-    about |= {"part_kept": float(masks.mean()), "n_seeds": len(truth.outputs)}
-    about |= {"same_seeds": same_seeds, "n_targets": len(target_ids), "confidence": CONFIDENCE}
+    about = {
+        "experiment": spec.experiment,
+        "n_subsets": len(masks),
+        "part_kept": float(masks.mean()),
+        "n_seeds": len(truth.outputs),
+        "same_seeds": int(retrained_spec is not None and retrained_spec.run_seeds is not None),
+        "n_targets": len(target_ids),
+        "confidence": CONFIDENCE,
+    }
     made_by = software(code, "cpu", "numpy", "scipy", "pandas")
     with create(evaluation, EVALUATION, file_spec, made_by, **about) as writer:
         writer.table("summary", summary, ["method", "kind"])
         writer.table("targets", targets, ["method", "target_id"])
         writer.table("checkpoints", checkpoints, ["n_checkpoints"])
         if swept:
-            for key, table in zip(
-                ("sweep", "best"), sweep_tables(swept, configured, truth), strict=True
-            ):
-                writer.table(key, table, [])
+            sweep_table, best = sweep_tables(swept, configured, truth)
+            writer.table("sweep", sweep_table, [])
+            writer.table("best", best, [])
     print(summary.to_string(index=False))
 
 

@@ -10,9 +10,9 @@ from trak_core.artifacts import (
     FEATURE_SHARD,
     FEATURES,
     Artifact,
+    check_made_for,
     check_same,
     create,
-    made_for,
     open_artifact,
     software,
 )
@@ -30,7 +30,7 @@ def _check(parts: Sequence[Artifact], spec: FeaturesSpec) -> None:
     """Check that shards are made for ``spec`` from the same samples, and are in order."""
     first_row, first = 0, parts[0]
     for number, part in enumerate(parts, start=1):
-        check_same("settings of the current config", *made_for(part, spec), part)
+        check_made_for(part, spec, may_be_shard=True)
         specs = _without_shard(first.spec), _without_shard(part.spec)
         check_same(f"specification of {first.path}", *specs, part)
         stop = first_row + len(part.vector("sample_ids"))

@@ -13,9 +13,7 @@ from torch.utils.data import Subset
 
 from trak_core.artifacts import RETRAINED, SCORES, check_same, create, software
 from trak_core.attribution.sample_outputs import outputs_and_predictions
-from trak_core.attribution.score_formulas import unit_rows
 from trak_core.errors import InputError
-from trak_core.evaluation.baselines import Bm25
 from trak_core.runtime.files import file_digest, safe_cell
 from trak_core.runtime.progress import blocks_with_progress
 from trak_core.settings import (
@@ -28,11 +26,12 @@ from trak_core.settings import (
     subset_size,
 )
 from trak_core.stages._shared import (
+    bm25_of_targets,
     embeddings_hashes,
     naming_in_file,
     open_made_for,
     positions,
-    read_embeddings,
+    read_directions,
 )
 from trak_core.study.dataset_split import Split
 from trak_core.study.retraining_draws import random_removal, random_subset, sizes_of, training_seed
@@ -158,8 +157,11 @@ def _removals(
         masks = [random_removal(n_train, n, draw, spec.seed) for n in sizes for draw in draws]
         return [everything, *masks], sizes, []
     scores, hashes = _target_scores(study, train, spec.subsets, named_by, naming)
-    rows_of_targets = [helpful_rows(of_target) for of_target in scores]
-    masks = [~np.isin(all_rows, rows[:n]) for rows in rows_of_targets for n in sizes]
+    masks = []
+    for of_target in scores:
+        rows = np.argsort(-of_target, kind="stable")
+        helpful = rows[of_target[rows] > 0]
+        masks += [~np.isin(all_rows, helpful[:n]) for n in sizes]
     return masks, sizes, hashes
 
 
@@ -169,16 +171,11 @@ def _target_scores(
     """Return the training samples' scores for each target, and hashes of the scores' files."""
     target_ids = naming["target_ids"]
     if subsets == "without bm25":
-        index = Bm25.of(study.words(train))
-        queries = study.words(study.split("target", target_ids))
-        return [index.scores(words) for words in queries], []
+        return list(bm25_of_targets(study, train, target_ids)), []
     if subsets == "without embedding_cosine":
         spec = parse_spec(FeaturesSpec, naming["embeddings_spec"])
-        files = read_embeddings(named_by, spec, naming["checkpoints"], train.ids, target_ids)
-        cosines = [
-            unit_rows(read(0, len(train.ids))) @ unit_rows(of_targets).T
-            for read, of_targets in files
-        ]
+        files = read_directions(named_by, spec, naming["checkpoints"], train.ids, target_ids)
+        cosines = [read(0, len(train.ids)) @ of_targets.T for read, of_targets in files]
         return np.mean(cosines, axis=0).T, embeddings_hashes(named_by)
     (scores,) = named_by
     with open_made_for(scores, SCORES, parse_spec(ScoresSpec, naming["scores_spec"])) as file:
@@ -186,12 +183,6 @@ def _target_scores(
         values = file.matrix("scores")
         columns = positions(file.columns("scores"), target_ids)
         return [values[:, column] for column in columns], [file.content_hash]
-
-
-def helpful_rows(scores: np.ndarray) -> np.ndarray:
-    """Return the rows of the training samples with positive ``scores``, highest score first."""
-    rows = np.argsort(-scores, kind="stable")
-    return rows[scores[rows] > 0]
 
 
 def listed_rows(listed: Path, train_ids: Sequence[int | str]) -> np.ndarray:

@@ -16,7 +16,7 @@ from trak_core.report.read_results import (
     side_by_side,
     with_class_names,
 )
-from trak_core.report.render import report as report_page
+from trak_core.report.render import rendered
 from trak_core.runtime.files import atomic_write
 from trak_core.settings import TRAIN
 from trak_core.study.study import Study
@@ -91,7 +91,14 @@ def write_report(
     shared = side_by_side(experiments)
     shared_ids = [sample["id"] for sample in shared]
     examples = find_examples(study, experiments, train, targets, also=shared_ids)
-    first_sample = train.ids[0], study.first_as_read(train)
-    page = report_page(results, examples, shared, study.name, first_sample)
+    page = rendered(
+        "report",
+        results=results,
+        examples=examples,
+        shared=shared,
+        each=EACH,
+        study=study.name,
+        first=(train.ids[0], study.first_as_read(train)),
+    )
     with atomic_write(report) as partial:
         partial.write_text(page, encoding="utf-8")

@@ -75,14 +75,22 @@ def with_class_names(
     returned unchanged.
     """
     names = Study.load(study_file).class_names()
-    if not names or not about_output(model_output).labels_are_classes:
-        return rows
-    known = dict(enumerate(names))
-    return rows.assign(**{
-        column: [known.get(value, value) for value in rows[column].tolist()]
-        for column in columns
-        if column in rows
-    })
+    is_class = bool(names) and about_output(model_output).labels_are_classes
+    return with_names(rows, columns, names) if is_class else rows
+
+
+def with_names(rows: pd.DataFrame, columns: Sequence[str], names: Sequence[str]) -> pd.DataFrame:
+    """Return ``rows`` with names of classes instead of their numbers in ``columns``.
+
+    ``columns`` that the table lacks are ignored. Numbers without a name remain unchanged.
+    """
+    columns = [column for column in columns if column in rows]
+    return rows.assign(**{c: [named(names, n) for n in rows[c].tolist()] for c in columns})
+
+
+def named(names: Sequence[str], number: Any) -> Any:
+    """Return the name of a class, or its number if the class has no name."""
+    return names[number] if 0 <= number < len(names) else number
 
 
 def columns_from(rows: RowFile, used: Container[str]) -> pd.DataFrame:
