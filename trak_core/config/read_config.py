@@ -109,12 +109,15 @@ def read_config(path: Path, schema: Path) -> dict[str, Any]:
     return completed(merged(config, given_by_command(path, config)), schema, writes=False)
 
 
-def completed(config: Mapping[str, Any], schema: Path, *, writes: bool = True) -> dict[str, Any]:
+def completed(
+    config: Mapping[str, Any], schema: Path, *, entries: Sequence[str] = (), writes: bool = True
+) -> dict[str, Any]:
     """Return a validated config with the schema's defaults, and with the path of its study file.
 
-    See ``with_ready_study`` for the study file and for ``writes``.
+    See ``with_values_read`` for ``entries``, and ``with_ready_study`` for ``writes``.
     """
-    text, config = schema.read_text("utf-8"), with_ready_study(config, writes=writes)
+    config = with_ready_study(with_values_read(config, entries), writes=writes)
+    text = schema.read_text("utf-8")
     keys = yaml.load(text, Loader=_FastLoader)  # ruff: ignore[unsafe-yaml-load] -- a SafeLoader
     check_config(config, keys)
     config = with_defaults(config, keys)
@@ -143,11 +146,13 @@ def record_config(
     entries: Sequence[str] = (),
     *,
     must: bool = True,
+    replaces: bool = True,
 ) -> None:
     """Write a run's config to its results folder, which can then be opened without a config file.
 
     ``given`` contains the values of ``--config``, and ``entries`` contains the same values as
-    ``key=value`` words. With ``must``, a read-only folder is an error.
+    ``key=value`` words. With ``must``, a read-only folder is an error. Unless ``replaces`` is true,
+    an existing record is kept.
     """
     known = {
         "config": dict(config),
@@ -156,7 +161,8 @@ def record_config(
         "config_files": [os.path.relpath(file) for file in config_files],
         "by_command": with_values_read(given or {}, entries),
     }
-    if read_record(results / CONFIG_RECORD) != known:
+    before = read_record(results / CONFIG_RECORD)
+    if known != before and (replaces or not before):
         write_record(results / CONFIG_RECORD, known, must=must)
 
 

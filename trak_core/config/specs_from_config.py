@@ -133,11 +133,6 @@ class Specs:
         return ordered({k: v for k, v in self.config.items() if k not in ("compute", "answers")})
 
     @property
-    def reported_first(self) -> dict[str, Any]:
-        """``reported`` for the first report, which is written before the evaluation."""
-        return ordered(self.reported | {"evaluation": "see report.html"})
-
-    @property
     def runs(self) -> dict[str, list[str]]:
         """The ids of each run's checkpoints, sorted by time. Runs are sorted by name."""
         return runs_of(self.checkpoints)

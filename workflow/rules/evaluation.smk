@@ -26,7 +26,7 @@ use rule stage as retrain_subsets with:
     params:
         code=code_of("retrain"),
         study_file=config["study"],
-        spec=lambda wildcards: specs.random_subsets.as_dict(),
+        spec=lambda w: specs.random_subsets.as_dict(),
     message:
         "Retraining on subsets {wildcards.first} to {wildcards.last}"
 
@@ -43,7 +43,7 @@ use rule model_stage as compute_embeddings with:
     params:
         code=code_of("compute_embeddings"),
         signature=checkpoint_signature,
-        spec=lambda wildcards: specs.embeddings.under(wildcards.checkpoint).as_dict(),
+        spec=lambda w: specs.embeddings.under(w.checkpoint).as_dict(),
         study_file=config["study"],
     message:
         "Embedding all samples under checkpoint {wildcards.checkpoint}"
