@@ -85,7 +85,6 @@ def preflight(study_file, splits, **more):
         parameter_patterns=None,
         training=None,
         splits=splits,
-        shards=dict.fromkeys(splits, 1),
         **({"model_output": "regression"} | more),
     )
 
