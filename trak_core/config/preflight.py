@@ -281,10 +281,10 @@ def _check_sizes(specs: Specs, facts: Mapping[str, Any]) -> None:
     n_samples = facts["n_samples"]
     for split, n_shards in specs.shards.items():
         if n_shards > n_samples[split]:
+            subject = "the training data" if split == TRAIN else f"experiment {split}"
             raise InputError(
-                f"{'training data' if split == TRAIN else f'experiment {split}'}: there must be at "
-                f"most as many shards as samples. Found {n_shards} shards and {n_samples[split]} "
-                "samples.",
+                f"There must be at most as many shards as samples. Found {n_shards} shards and "
+                f"{n_samples[split]} samples of {subject}.",
                 code="compute.shards",
             )
     n_train = n_samples[TRAIN]

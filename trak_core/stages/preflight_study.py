@@ -291,6 +291,8 @@ def preflight_study(
     An error is raised for the first problem, and one error for all problems with checkpoints.
 
     Args:
+        study_file: The study's Python file.
+        model_output: The name of the model output.
         weighting: The config's ``scoring.weighting``.
         parameter_patterns: Patterns for names of the parameters to use; None for all.
         training: Arguments of the study's ``train`` for each run; None if nothing is trained.
