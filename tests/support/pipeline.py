@@ -12,7 +12,7 @@ from workspace import REPOSITORY
 
 from trak_core.config.bind_study_arguments import with_ready_study
 from trak_core.config.read_config import read_config, record_config
-from trak_core.config.specs_from_config import specs_of, targets_digest
+from trak_core.config.specs_from_config import Specs, targets_digest
 from trak_core.model_outputs.about_outputs import about_output
 from trak_core.settings import EXACT, TRAIN, FeaturesSpec, ScoresSpec, curvature_power
 from trak_core.stages.average_scores import average_scores
@@ -191,7 +191,7 @@ def run_config(config_file: Path) -> Path:
         with_ready_study(yaml.safe_load(config_file.read_text()))  # which writes its file
         config = read_config(config_file, schema)
         results = Path(config["results"])
-        specs = specs_of(config, results)
+        specs = Specs(config, results)
         record_config(specs.config, results)
         job = {"code": "code", "memory_mb": 500}
         for name, about in specs.checkpoints.items():

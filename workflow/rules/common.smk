@@ -10,7 +10,7 @@ from snakemake.settings.types import SharedFSUsage
 from trak_core.config import preflight, read_config
 from trak_core.config.cross_checks import check_given
 from trak_core.config.results_owner import begin_run, differences_of_copy, show_results
-from trak_core.config.specs_from_config import specs_of
+from trak_core.config.specs_from_config import Specs
 from trak_core.dependency_digests import mentions, stage_digest
 from trak_core.errors import InputError
 from trak_core.runtime.files import lock_tables_where_possible
@@ -47,7 +47,7 @@ with explained():
     explain_interrupts(str(results), is_main=workflow.is_main_process)
     # With a store, outputs are first written to the working folder.
     lock_tables_where_possible(Path() if stored else results)
-    specs, digests = specs_of(config, results), {}
+    specs, digests = Specs(config, results), {}
     if workflow.is_main_process:
         digests = preflight.run_preflight(specs, results, files, is_stored=stored)
         if not stored:
