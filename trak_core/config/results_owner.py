@@ -12,7 +12,7 @@ from typing import Any
 from trak_core.config.preflight import refuse_future
 from trak_core.config.read_config import CONFIG_RECORD, record_config
 from trak_core.errors import InputError
-from trak_core.runtime.files import check_results, hold_results, read_record
+from trak_core.runtime.files import hold_results, read_record
 
 
 def begin_run(config: Mapping[str, Any], results: Path, settings: Any) -> list[str]:
@@ -21,7 +21,6 @@ def begin_run(config: Mapping[str, Any], results: Path, settings: Any) -> list[s
     The config is recorded in the folder. ``settings`` are Snakemake's settings with the config
     files and the values of ``--config``.
     """
-    check_results(results)
     hold_results(results)
     refuse_future(str(file) for kind in ("h5", "pt", "csv") for file in results.rglob(f"*.{kind}"))
     files = settings.configfiles

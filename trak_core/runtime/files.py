@@ -47,13 +47,19 @@ def _delete_leftovers(path: Path, prefix: str) -> None:
 
 
 def hold_results(results: Path) -> None:
-    """Lock a results folder until this process ends, or raise an error if a run has locked it.
+    """Create and lock a results folder until this process ends.
 
-    On file systems without locks, this function has no effect.
+    An error is raised if files cannot be created in the folder, or if another run has locked it. On
+    file systems without locks, the folder is not locked.
     """
     import fcntl  # It does not exist on Windows.
 
-    results.mkdir(parents=True, exist_ok=True)
+    try:
+        results.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=results):
+            pass
+    except OSError as error:
+        raise unwritable_error(results, results, error) from error
     lock = results / ".lock"
     try:
         # Some network file systems lock only files that are open for writing.
@@ -199,16 +205,6 @@ def unwritable_error(results: Path, path: Path, error: OSError) -> InputError:
         f"{failed}. Make the folder writable, or set another folder as `results`.",
         code="config.results_folder",
     )
-
-
-def check_results(results: Path) -> None:
-    """Raise an error if files cannot be created in a results folder."""
-    try:
-        results.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=results):
-            pass
-    except OSError as error:
-        raise unwritable_error(results, results, error) from error
 
 
 # File systems round times to up to two seconds. A file that changed less than two seconds ago can
