@@ -222,7 +222,7 @@ def _facts(
     facts["told"] |= told
     kept = [path for path in known.get("renamed", []) if f"checkpoint {path}" in old]
     facts |= {"keys": keys, "renamed": kept + facts["renamed"]}
-    write_record(record, facts, must=False)
+    write_record(record, facts)
     return facts
 
 

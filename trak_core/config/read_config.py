@@ -140,14 +140,12 @@ def record_config(
     given: Mapping[str, Any] | None = None,
     entries: Sequence[str] = (),
     *,
-    must: bool = True,
     replaces: bool = True,
 ) -> None:
     """Write a run's config to its results folder, which can then be opened without a config file.
 
     ``given`` contains the values of ``--config``, and ``entries`` contains the same values as
-    ``key=value`` words. With ``must``, a read-only folder is an error. Unless ``replaces`` is true,
-    an existing record is kept.
+    ``key=value`` words. Unless ``replaces`` is true, an existing record is kept.
     """
     known = {
         "config": dict(config),
@@ -158,7 +156,7 @@ def record_config(
     }
     before = read_record(results / CONFIG_RECORD)
     if known != before and (replaces or not before):
-        write_record(results / CONFIG_RECORD, known, must=must)
+        write_record(results / CONFIG_RECORD, known)
 
 
 def recorded_config(results: Path) -> tuple[dict[str, Any], Path]:

@@ -173,22 +173,18 @@ def read_record(path: Path) -> dict[str, Any]:
         return {}
 
 
-def write_record(path: Path, known: dict[str, Any], *, must: bool = True) -> None:
-    """Write values and their hash atomically as JSON.
-
-    If ``must`` is false, no error is raised for a read-only folder.
-    """
+def write_record(path: Path, known: dict[str, Any]) -> None:
+    """Write values and their hash atomically as JSON, unless the folder is read-only."""
     try:
         with atomic_write(path) as partial:
             text = json.dumps({"known": known, "digest": _digest(known)}, indent=1)
             partial.write_text(text, encoding="utf-8")
     except OSError as error:
-        if must or not may_only_be_read(path.parent):
+        if not _may_only_be_read(path.parent):
             raise unwritable_error(path.parent, path, error) from error
 
 
-def may_only_be_read(folder: Path) -> bool:
-    """Return whether a folder exists and is read-only for this process."""
+def _may_only_be_read(folder: Path) -> bool:
     try:
         return folder.is_dir() and not os.access(folder, os.W_OK)
     except PermissionError:  # A parent folder cannot be read.
@@ -285,7 +281,7 @@ def _file_digests(files: Iterable[Path], record: Path, *, writes: bool) -> dict[
         if stat.st_ctime_ns >= now - CLOCK_NS:
             del kept[name]
     if writes and kept != known:
-        write_record(record, kept, must=False)
+        write_record(record, kept)
     return digests
 
 

@@ -54,7 +54,7 @@ with explained():
             for warning in differences_of_copy(config, results):
                 logger.warning(warning)
             # If there is a record, `onstart` replaces it, but a module has no `onstart`.
-            read_config.record_config(config, results, must=False, replaces=is_module)
+            read_config.record_config(config, results, replaces=is_module)
         if SharedFSUsage.SOURCES not in workflow.storage_settings.shared_fs_usage:
             # Snakemake sends config files to jobs. Other files must be tracked by git.
             workflow.configfiles += preflight.bring_along(specs.files)
