@@ -290,17 +290,7 @@ def _check_sizes(specs: Specs, facts: Mapping[str, Any]) -> None:
     n_train = n_samples[TRAIN]
     n_targets = {name: n_samples[name] for name in specs.experiments}
     n_targets |= {name: min(n_targets[name], MOST_TARGETS) for name in specs.conditions}
-    check_memory(
-        memory_mb,
-        proj_dim=proj_dim,
-        label_draws=specs.all_features.label_draws,
-        n_train=n_train,
-        n_targets=n_targets,
-        n_checkpoints=len(specs.checkpoints),
-        keep=config["scoring"]["keep"],
-        top=config["scoring"]["top"],
-        divides=specs.self_influence.norm_power is not None,
-    )
+    check_memory(config, n_train, n_targets, len(specs.checkpoints))
     if not specs.evaluation:
         return
     check_sizes(specs.evaluation, n_train)
