@@ -1,6 +1,6 @@
 """Build the specs of all jobs from a config. A spec contains all settings that change results."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -47,17 +47,6 @@ _DRAWS, _REMOVAL_SEEDS, _SEED = 3, 3, 0
 _NO_RESULTS = ("compute", "answers")
 # Functions with which a study adds columns to tables.
 _COLUMNS = ("train_columns", "target_columns")
-
-
-def targets_digest(
-    ids: Sequence[int | str] | None, question: Path | None = None, study: Path = Path()
-) -> str:
-    """Return a hash of target ids, in order, and of the file that contains the targets.
-
-    ``ids`` is None for all targets, and ``question`` is None for targets in the file ``study``.
-    """
-    digests = [] if question is None else [_question_digest(question, study)]
-    return content_digest(ids and [str(i) for i in ids], *digests)
 
 
 @cache
@@ -216,7 +205,10 @@ class Specs:
         return any(mentions(Path(path), *_COLUMNS) for path in files if path.endswith(".py"))
 
     def targets_digest(self, split: str) -> str | None:
-        """Return a hash of an experiment's targets, or None for the training samples."""
+        """Return a hash of the ids of an experiment's targets, in order, and of their file.
+
+        For the training samples, return None.
+        """
         if split in self.means:
             named = [(name, self.targets_digest(name)) for name in self.means[split]]
             return content_digest("mean", *named)
@@ -224,9 +216,10 @@ class Specs:
             return None
         if split in self.conditions:
             return content_digest(["where", self.conditions[split]])
-        question = Path(self.questions[split]) if split in self.questions else None
-        study = Path(self.config["study"])
-        return targets_digest(self.experiments.get(split), question, study)
+        ids, digests = self.experiments.get(split), []
+        if split in self.questions:
+            digests = [_question_digest(Path(self.questions[split]), Path(self.config["study"]))]
+        return content_digest(ids and [str(i) for i in ids], *digests)
 
     def features(self, checkpoint: str, split: str) -> FeaturesSpec:
         """Return the spec of one file of features, or of one Gramian."""
