@@ -9,7 +9,7 @@ elif "subsets" in specs.evaluation:
         f"{folder}/retrained/{i}-{j}.h5" for i, j in specs.subset_groups()
     ]
 # The checkpoints whose features the evaluation reads.
-measured_checkpoints = specs.checkpoints if specs.measures_features else []
+with_features = specs.checkpoints if specs.measures_features else []
 
 
 use rule stage as retrain_subsets with:
@@ -56,8 +56,8 @@ use rule stage as evaluate_scores with:
         scores="<results>/scores/{experiment}.h5",
         checkpoint_scores=of_checkpoints("scores/{experiment}/{c}.h5"),
         retrained=retrained_files,
-        train_paths=of_checkpoints("features/{c}/train.h5", measured_checkpoints),
-        targets_paths=of_checkpoints("features/{c}/{experiment}.h5", measured_checkpoints),
+        train_paths=of_checkpoints("features/{c}/train.h5", with_features),
+        targets_paths=of_checkpoints("features/{c}/{experiment}.h5", with_features),
         embeddings=(
             of_ends("embeddings/{c}.h5")
             if "embedding_cosine" in specs.evaluation["baselines"]
