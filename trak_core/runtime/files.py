@@ -47,7 +47,7 @@ def _delete_leftovers(path: Path, prefix: str) -> None:
 
 
 def hold_results(results: Path) -> None:
-    """Create and lock a results folder until this process ends.
+    """Create a results folder, and lock it until this process ends.
 
     An error is raised if files cannot be created in the folder, or if another run has locked it. On
     file systems without locks, the folder is not locked.

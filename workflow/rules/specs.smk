@@ -1,4 +1,4 @@
-# Define the files and params of jobs as functions of wildcards, `w`. There are no rules in this file.
+# Define the files and params of jobs as functions of their wildcards `w`. This file has no rules.
 #
 # Snakemake compares params as a set of texts, so it would not notice if two params exchanged their
 # values. Therefore all numbers are in one spec, and no two other params can have the same value.
@@ -68,7 +68,7 @@ def of_ends(pattern):
 
 
 def of_shards(pattern, n):
-    """Return the files of `n` shards. Wildcards remain in the pattern, which is a folder."""
+    """Return the files of `n` shards in a folder. Wildcards remain in the pattern of the folder."""
     return [f"{folder}/{pattern}/{i}-of-{n}.h5" for i in range(1, n + 1)]
 
 
