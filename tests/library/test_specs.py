@@ -8,7 +8,7 @@ import pytest
 from refused import refused
 
 from trak_core.config import specs_from_config
-from trak_core.config.specs_from_config import specs_of
+from trak_core.config.specs_from_config import Specs
 from trak_core.dependency_digests import content_digest
 from trak_core.settings import (
     Combine,
@@ -64,7 +64,7 @@ def made(tmp_path, monkeypatch):
             inner[key] = copy.deepcopy(value)
             if value is None:
                 del inner[key]
-        return specs_of(config, Path("results"))
+        return Specs(config, Path("results"))
 
     return specs
 
@@ -167,7 +167,7 @@ def test_the_file_of_an_own_output_decides_features_and_what_is_retrained_but_no
     # In the study's own file it counts as the study does.
     Path("study.py").write_text("make_model = None\n\ndef f(x):\n    return x.sum()\n")
     study = made(model_output="study.py:f")
-    assert study.output_digest is None
+    assert study.made_of == study.study_digest
     assert study.all_features.study_digest == study.study_digest
 
 

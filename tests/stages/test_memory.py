@@ -65,6 +65,17 @@ def test_blocks_of_rows_fit_the_budget(memory_mb):
                 assert taken <= memory_mb * 2**20
 
 
+def check(memory_mb, *, proj_dim, n_train, n_targets, n_checkpoints, **scoring):
+    """Check the memory of jobs without a norm and without draws."""
+    config = {
+        "compute": {"memory_mb": memory_mb},
+        "projection": "exact" if proj_dim is None else {"proj_dim": proj_dim},
+        "scoring": {"combine": "product_of_averages", **scoring},
+        "label_draws": 0,
+    }
+    check_memory(config, n_train, n_targets, n_checkpoints)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -79,16 +90,15 @@ def test_blocks_of_rows_fit_the_budget(memory_mb):
 )
 def test_a_budget_is_checked_for_every_job(change, message):
     sizes = {"proj_dim": 512, "n_train": 50_000, "n_targets": {"mine": 100}, "n_checkpoints": 10}
-    config = {**sizes, "keep": "full", "top": 20, "divides": False, **change}
     with pytest.raises(InputError, match=message) if message else nullcontext():
-        check_memory(500, **config)
+        check(500, **({**sizes, "keep": "full", "top": 20} | change))
 
 
 def test_ten_million_samples_fit_the_default_memory():
     """With four shards the solved targets of ten checkpoints are kept in memory."""
     sizes = {"n_checkpoints": 10, "top": 20}
-    given = {"n_train": 10**7, "n_targets": {"mine": 1000}, "keep": "top_k", "divides": False}
-    check_memory(1000, proj_dim=2048, **given, **sizes)
+    given = {"n_train": 10**7, "n_targets": {"mine": 1000}, "keep": "top_k"}
+    check(1000, proj_dim=2048, **given, **sizes)
     sizes |= {"n_targets": 1000, "solved_dim": 2048}
     block = average_need(n_train=10**7, **sizes).rows(1000)
     assert block % 1024 == 0

@@ -12,7 +12,8 @@ from workspace import REPOSITORY
 
 from trak_core.config.bind_study_arguments import with_ready_study
 from trak_core.config.read_config import read_config, record_config
-from trak_core.config.specs_from_config import specs_of, targets_digest
+from trak_core.config.specs_from_config import Specs
+from trak_core.dependency_digests import content_digest
 from trak_core.model_outputs.about_outputs import about_output
 from trak_core.settings import EXACT, TRAIN, FeaturesSpec, ScoresSpec, curvature_power
 from trak_core.stages.average_scores import average_scores
@@ -31,6 +32,11 @@ ON_CPU = {"code": "code", "device": "cpu", "batch_size": 64, "memory_mb": 500, "
 
 # Settings of scores without a projection.
 EXACTLY = {"projection": {"kind": EXACT}, "dtype": "float64"}
+
+
+def digest_of(targets):
+    """The digest of target ids, or of all targets for None."""
+    return content_digest(targets and [str(i) for i in targets])
 
 
 def scores_spec(
@@ -70,7 +76,7 @@ def scores_spec(
         norm_power=power if combine == "unit_average" else None,
         normalize=normalize,
         experiment="mine",
-        targets_digest=targets_digest(targets),
+        targets_digest=digest_of(targets),
         runs=runs or {checkpoint: [checkpoint] for checkpoint in sorted(checkpoints)},
         combine=combine,
         loss_weight_power=power,
@@ -95,7 +101,7 @@ def features_spec(
         "split": "train",
         "dtype": "float32",
         "study_digest": "digest",
-        "targets_digest": targets and targets_digest(targets),
+        "targets_digest": targets and digest_of(targets),
         **more,
     })
 
@@ -191,7 +197,7 @@ def run_config(config_file: Path) -> Path:
         with_ready_study(yaml.safe_load(config_file.read_text()))  # which writes its file
         config = read_config(config_file, schema)
         results = Path(config["results"])
-        specs = specs_of(config, results)
+        specs = Specs(config, results)
         record_config(specs.config, results)
         job = {"code": "code", "memory_mb": 500}
         for name, about in specs.checkpoints.items():

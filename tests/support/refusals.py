@@ -16,7 +16,7 @@ from snakemake_executor_plugin_forks.server import start
 from trak_core.config.cross_checks import check_paths
 from trak_core.config.preflight import run_preflight
 from trak_core.config.read_config import check_config, check_unique_keys, with_defaults
-from trak_core.config.specs_from_config import specs_of
+from trak_core.config.specs_from_config import Specs
 from trak_core.stages.preflight_study import preflight_study
 
 GOOD = {
@@ -72,7 +72,7 @@ def check(workspace, config):
         check_config(values, _schema())
         values = with_defaults(values, _schema())
         results = Path(values["results"])
-        specs = specs_of(values, results)
+        specs = Specs(values, results)
         check_paths(values, ["study.yaml"])
         run_preflight(specs, results, is_stored=False)
 
@@ -85,7 +85,6 @@ def preflight(study_file, splits, **more):
         parameter_patterns=None,
         training=None,
         splits=splits,
-        shards=dict.fromkeys(splits, 1),
         **({"model_output": "regression"} | more),
     )
 

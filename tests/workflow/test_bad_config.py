@@ -225,7 +225,9 @@ REFUSALS = {
             "speaker",
         ),
         "groups of a column that nobody brings": ({"groups": ["annotater"]}, "annotater"),
-        "too many shards": ({"compute": {"shards": 1000}}, "train_data()", 1000, 342),
+    },
+    "compute.shards": {
+        "too many shards": ({"compute": {"shards": 1000}}, "the training data", 1000, 342)
     },
     "config.results_folder": {"a results folder that is a file": ({"results": "c0.pt"}, "c0.pt")},
 }

@@ -15,7 +15,7 @@ from refusals import GOOD, save_weights
 from workspace import REPOSITORY, forked_python
 
 from trak_core.dependency_digests import stage_digest
-from trak_core.runtime.job import convert_param, describe_job, run, stage_module, stage_of
+from trak_core.runtime.job import convert_param, run, stage_module, stage_of
 from trak_core.settings import FeaturesSpec, NormalSpec, RetrainedSpec, ScoresSpec
 
 # A stage is a function with only keyword arguments.
@@ -142,4 +142,4 @@ def test_a_name_that_the_stage_does_not_take():
         params={"code": "train_checkpoint 01", "studyfile": "study.py"},
     )
     with pytest.raises(TypeError, match="rule train_checkpoint does not take studyfile"):
-        run(describe_job(job))
+        run(job)

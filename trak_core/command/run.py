@@ -80,14 +80,12 @@ def snakemake_command(config: str, arguments: Sequence[str]) -> list[str]:
             f"snakemake --snakefile {workflow_folder() / 'Snakefile'} --configfile {config} MORE.",
             code="command.second_config",
         )
-    handed, before = list(arguments), ""
-    for i, argument in enumerate(handed):
-        option, _, value = argument.partition("=")
-        if before == "--profile":
-            handed[i] = _profile(argument)
-        elif option == "--profile" and value:
-            handed[i] = f"--profile={_profile(value)}"
-        before = argument
+    handed = []
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        prefix = "--profile=" if argument.startswith("--profile=") else ""
+        is_profile = prefix or before == "--profile"
+        value = argument.removeprefix(prefix)
+        handed.append(prefix + (_profile(value) if is_profile else value))
     if not any(argument.startswith(_SET_LIMIT) for argument in handed):
         handed += ["--cores", "all"]
     # With `=`, the option takes one value. Otherwise it would also take the targets after it.

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import symtable
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,36 +100,34 @@ def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[
     results, known = config.get("results", "results"), config.get("data_files", [])
     if not (isinstance(results, str) and _FOLDER.fullmatch(results) and isinstance(known, list)):
         return dict(config)  # The config's validation will raise an error.
+    default = {}
     if name.endswith(".py"):
-        code = [str(path) for path in study_modules(Path(name)).values()]
-        file = _written(Path(name).stem, _own_source(Path(name), arguments), results, writes=writes)
-        return {**config, "study": file, "data_files": _with_files(known, code)}
-    about = READY_MADE[name]
-    _check_arguments(name, arguments, about)
-    if about.names_images:
-        _refuse_results_in(arguments, results)
-    if about.takes_weights and "weights" not in arguments:
-        arguments["weights"] = first_checkpoint(config.get("checkpoints"))
-    functions = [*_FUNCTIONS, *["token_texts"] * about.takes_weights]
-    text = _TEXT.format(
-        name=name,
-        arguments=", ".join(f"{key}={value!r}" for key, value in arguments.items()),
-        functions="\n".join(f"{function} = study.{function}" for function in functions),
-    )
-    file = _written(name, text, results, writes=writes)
-    named = [str(arguments[key]) for key in about.files if arguments.get(key)]
-    if about.names_images:
-        named += [pattern for table in named for pattern in _images_of(Path(table))]
-    if about.takes_weights:
-        named += _model_files(Path(arguments["weights"]))
-    for argument in arguments.values():
-        named += _code_of(argument)
-    default = {} if about.model_output is None else {"model_output": about.model_output}
-    return {**default, **config, "study": file, "data_files": _with_files(known, named)}
-
-
-def _with_files(known: list[Any], files: Sequence[str]) -> list[Any]:
-    return [*known, *(file for file in dict.fromkeys(files) if file not in known)]
+        named = [str(path) for path in study_modules(Path(name)).values()]
+        text = _own_source(Path(name), arguments)
+    else:
+        about = READY_MADE[name]
+        default = {} if about.model_output is None else {"model_output": about.model_output}
+        _check_arguments(name, arguments, about)
+        if about.names_images:
+            _refuse_results_in(arguments, results)
+        if about.takes_weights and "weights" not in arguments:
+            arguments["weights"] = first_checkpoint(config.get("checkpoints"))
+        functions = [*_FUNCTIONS, *["token_texts"] * about.takes_weights]
+        text = _TEXT.format(
+            name=name,
+            arguments=", ".join(f"{key}={value!r}" for key, value in arguments.items()),
+            functions="\n".join(f"{function} = study.{function}" for function in functions),
+        )
+        named = [str(arguments[key]) for key in about.files if arguments.get(key)]
+        if about.names_images:
+            named += [pattern for table in named for pattern in _images_of(Path(table))]
+        if about.takes_weights:
+            named += _model_files(Path(arguments["weights"]))
+        for argument in arguments.values():
+            named += _code_of(argument)
+    file = _written(Path(name).stem, text, results, writes=writes)
+    files = [*known, *(file for file in dict.fromkeys(named) if file not in known)]
+    return {**default, **config, "study": file, "data_files": files}
 
 
 def builder_of(config: Mapping[str, Any]) -> str:

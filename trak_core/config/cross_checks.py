@@ -3,7 +3,7 @@
 Configs passed to these functions must be valid by the schema, and contain its defaults.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,12 @@ def _refuse(code: str, setting: str, rules: Iterable[tuple[bool, str, Any]], rem
 
 def check_relations(config: Mapping[str, Any]) -> None:
     """Raise an error for the first relation between keys that does not hold."""
-    checks = [check_exact, check_preconditioner, check_label_draws, check_conditions, check_means]
-    checks += [check_lists, check_removals, *[check_evaluation] * ("evaluation" in config)]
-    for check in checks:
+    for check in (check_exact, check_preconditioner, check_label_draws, check_experiments):
         check(config)
+    check_lists(config)
+    if "evaluation" in config:
+        check_removals(config)
+        check_evaluation(config)
 
 
 def check_exact(config: Mapping[str, Any]) -> None:
@@ -180,29 +182,21 @@ def check_lists(config: Mapping[str, Any]) -> None:
         )
 
 
-def _other_keys(experiment: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
-    """Return those of ``keys`` that an experiment has, and ``shards`` if it is not 1."""
-    return [key for key in keys if key in experiment] + ["shards"] * (experiment["shards"] != 1)
-
-
-def check_conditions(config: Mapping[str, Any]) -> None:
-    """Raise an error for ``where`` conditions that are invalid or have incompatible keys."""
-    conditions = {k: about for k, about in config["experiments"].items() if "where" in about}
-    for name, about in conditions.items():
-        Condition.parse(about["where"])
-        if others := _other_keys(about, ("targets", "data")):
-            raise InputError(
-                f"experiments.{name}: `where` must be the only key. Found {others[0]}.",
-                code="config.where_alone",
-            )
-
-
-def check_means(config: Mapping[str, Any]) -> None:
-    """Raise an error for means of experiments that do not exist or are means themselves."""
+def check_experiments(config: Mapping[str, Any]) -> None:
+    """Raise an error for invalid conditions, means of means, and keys that exclude each other."""
     experiments = config["experiments"]
     own = [name for name, about in experiments.items() if "mean" not in about]
     for name, about in experiments.items():
-        others = _other_keys(about, ("targets", "data", "where"))
+        others = [key for key in ("targets", "data") if key in about]
+        others += ["shards"] * (about["shards"] != 1)
+        if "where" in about:
+            Condition.parse(about["where"])
+            if others:
+                raise InputError(
+                    f"experiments.{name}: `where` must be the only key. Found {others[0]}.",
+                    code="config.where_alone",
+                )
+            others = ["where"]
         if "mean" in about and others:
             raise InputError(
                 f"experiments.{name}: `mean` allows only the key `minus`. Found {others[0]}.",

@@ -6,9 +6,10 @@ Jobs choose the rows of a block by it, and each start checks ``compute.memory_mb
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trak_core.errors import InputError
-from trak_core.settings import Setting
+from trak_core.settings import Combine, Setting
 
 # If a model's weights take at least this many bytes, jobs request more memory.
 LARGE_BYTES = 2**28
@@ -183,28 +184,20 @@ def evaluation_need(
 
 
 def check_memory(
-    memory_mb: int,
-    *,
-    proj_dim: int | None,
-    label_draws: int = 0,
-    n_train: int,
-    n_targets: Mapping[str, int],
-    n_checkpoints: int,
-    keep: str,
-    top: int,
-    divides: bool,
+    config: Mapping[str, Any], n_train: int, n_targets: Mapping[str, int], n_checkpoints: int
 ) -> None:
-    """Raise an error if a job needs more memory than ``memory_mb``.
-
-    ``proj_dim`` is None without a projection. Then each label draw adds rows to the Gramian.
-    """
+    """Raise an error if a job of a config with all defaults needs more than ``memory_mb``."""
+    memory_mb, scoring = config["compute"]["memory_mb"], config["scoring"]
+    is_projected = not isinstance(config["projection"], str)
+    proj_dim = config["projection"]["proj_dim"] if is_projected else None
     if proj_dim is not None:
+        divides = Combine(scoring["combine"]).divides_by_norm
         normal_matrix_need(proj_dim, divides=divides).check(memory_mb)
     for experiment, m in n_targets.items():
         sizes = {"n_train": n_train, "n_targets": m, "n_checkpoints": n_checkpoints}
-        solved_dim = proj_dim if keep == "top_k" else None
-        average = average_need(**sizes, top=top, solved_dim=solved_dim)
-        n_rows = n_train * (1 + label_draws)
+        solved_dim = proj_dim if scoring["keep"] == "top_k" else None
+        average = average_need(**sizes, top=scoring["top"], solved_dim=solved_dim)
+        n_rows = n_train * (1 + config["label_draws"])  # Each draw adds rows to the Gramian.
         solve = exact_need(n_rows, m) if proj_dim is None else scores_need(proj_dim, m)
         for need in (solve, average):
             try:

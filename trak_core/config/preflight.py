@@ -50,9 +50,8 @@ def run_preflight(
     """
     given = (checkpoint.path for checkpoint in specs.checkpoints.values())
     check_paths(specs.config, [*config_files, *filter(None, given)])
-    _check_files(specs, is_stored)
-    checkpoints = {} if is_stored else _own_checkpoints(specs)
-    paths = [] if is_stored else [*checkpoints, *_own_truth(specs)]
+    checkpoints, truth = _own_files(specs, is_stored)
+    paths = [*checkpoints, *truth]
     digests = path_digests(paths, results / _DIGESTS) if paths else {}
     _check_sizes(specs, _facts(specs, results / _RECORD, checkpoints, digests))
     return digests
@@ -76,8 +75,12 @@ def largest_weights_mb(specs: Specs, results: Path, checkpoint: str | None) -> i
     )
 
 
-def _check_files(specs: Specs, is_stored: bool) -> None:
-    """Raise an error if a checkpoint or a file of retrained models does not exist."""
+def _own_files(specs: Specs, is_stored: bool) -> tuple[dict[str, list[str | None]], list[str]]:
+    """Return the user's files on this disk, or raise an error if one of them does not exist.
+
+    Returns:
+        For each checkpoint, the keys of its state dicts; and ``evaluation.ground_truth`` in a list.
+    """
     if is_stored:
         if folders := [c.path for c in specs.checkpoints.values() if c.is_listed]:
             raise InputError(
@@ -85,9 +88,13 @@ def _check_files(specs: Specs, is_stored: bool) -> None:
                 f"contains several, such as {folders[0]}.",
                 code="config.stored",
             )
-        return
+        return {}, []
     here = f"(from {Path.cwd()})"
-    checkpoints, truth = _own_checkpoints(specs), _own_truth(specs)
+    checkpoints = defaultdict[str, list[str | None]](list)
+    for checkpoint in specs.checkpoints.values():
+        if checkpoint.path is not None and "://" not in checkpoint.path:
+            checkpoints[checkpoint.path].append(checkpoint.state_dict)
+    truth = [path for path in [specs.evaluation.get("ground_truth", "://")] if "://" not in path]
     if missing := [path for path in checkpoints if not Path(path).exists()]:
         raise InputError(
             f"Checkpoints must exist. Found nothing at: {', '.join(missing)} {here}.",
@@ -107,6 +114,7 @@ def _check_files(specs: Specs, is_stored: bool) -> None:
             code="config.missing_ground_truth",
         )
     refuse_future([*checkpoints, *truth])
+    return checkpoints, truth
 
 
 def stored_signature(path: str, store: Any, results: Path) -> str:
@@ -126,12 +134,6 @@ def stored_signature(path: str, store: Any, results: Path) -> str:
     return f"{store.size()} {store.mtime()}"
 
 
-def _own_truth(specs: Specs) -> list[str]:
-    """Return a list with the path of ``evaluation.ground_truth`` if it is on this disk."""
-    truth = specs.evaluation.get("ground_truth", "://")
-    return [] if "://" in truth else [truth]
-
-
 def refuse_future(files: Iterable[str]) -> None:
     """Raise an error for files with times in the future. Snakemake would delete their results."""
     now = time.time()
@@ -144,15 +146,6 @@ def refuse_future(files: Iterable[str]) -> None:
             "clocks right, then `touch` these files.",
             code="config.future",
         )
-
-
-def _own_checkpoints(specs: Specs) -> dict[str, list[str | None]]:
-    """Return, for each of the user's checkpoints on this disk, the keys of its state dicts."""
-    own = defaultdict[str, list[str | None]](list)
-    for checkpoint in specs.checkpoints.values():
-        if checkpoint.path is not None and "://" not in checkpoint.path:
-            own[checkpoint.path].append(checkpoint.state_dict)
-    return own
 
 
 def _lacks_optimizer(checkpoint: Path) -> bool:
@@ -204,9 +197,9 @@ def _facts(
     digests: Mapping[str, str],
 ) -> dict[str, Any]:
     """Return the study's sizes. Only splits and checkpoints that changed are read again."""
-    request, shards, known = _request(specs), specs.shards, read_record(record)
+    request, known = _request(specs), read_record(record)
     common = [specs.made_of, stage_digest(_STAGE), request]
-    inputs = {s: [specs.experiments.get(s), shards[s], specs.targets_digest(s)] for s in shards}
+    inputs = {s: [specs.experiments.get(s), specs.targets_digest(s)] for s in specs.shards}
     inputs |= {f"checkpoint {path}": [parts, digests[path]] for path, parts in checkpoints.items()}
     keys = {name: content_digest(name, common, values) for name, values in inputs.items()}
     old = {name for name, key in known.get("keys", {}).items() if keys.get(name) == key}
@@ -218,8 +211,7 @@ def _facts(
         return known
     new = {path: c for path, c in checkpoints.items() if f"checkpoint {path}" not in old}
     request |= {
-        "splits": {split: specs.experiments.get(split) for split in shards if split not in old},
-        "shards": shards,
+        "splits": {s: specs.experiments.get(s) for s in specs.shards if s not in old},
         "checkpoints": new,
         "questions": specs.questions,
         "conditions": specs.conditions,
@@ -230,7 +222,7 @@ def _facts(
     facts["told"] |= told
     kept = [path for path in known.get("renamed", []) if f"checkpoint {path}" in old]
     facts |= {"keys": keys, "renamed": kept + facts["renamed"]}
-    write_record(record, facts, must=False)
+    write_record(record, facts)
     return facts
 
 
@@ -287,20 +279,18 @@ def _check_sizes(specs: Specs, facts: Mapping[str, Any]) -> None:
         chosen = projection_of(specs.all_features.under(""), [(facts["n_params"],)])
         check_columns(chosen.proj_dim, chosen.kind, specs.evaluation)
     n_samples = facts["n_samples"]
+    for split, n_shards in specs.shards.items():
+        if n_shards > n_samples[split]:
+            subject = "the training data" if split == TRAIN else f"experiment {split}"
+            raise InputError(
+                f"There must be at most as many shards as samples. Found {n_shards} shards and "
+                f"{n_samples[split]} samples of {subject}.",
+                code="compute.shards",
+            )
     n_train = n_samples[TRAIN]
     n_targets = {name: n_samples[name] for name in specs.experiments}
     n_targets |= {name: min(n_targets[name], MOST_TARGETS) for name in specs.conditions}
-    check_memory(
-        memory_mb,
-        proj_dim=proj_dim,
-        label_draws=specs.all_features.label_draws,
-        n_train=n_train,
-        n_targets=n_targets,
-        n_checkpoints=len(specs.checkpoints),
-        keep=config["scoring"]["keep"],
-        top=config["scoring"]["top"],
-        divides=specs.self_influence.norm_power is not None,
-    )
+    check_memory(config, n_train, n_targets, len(specs.checkpoints))
     if not specs.evaluation:
         return
     check_sizes(specs.evaluation, n_train)

@@ -39,18 +39,13 @@ def read_table(
         # utf-8-sig skips the byte order mark that spreadsheets write.
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, delimiter="\t", strict=True)
-            return _read_rows(reader, path, columns, optional)
+            header = [*(reader.fieldnames or ())]
+            numbered = [(reader.line_num, row) for row in reader]
     except (UnicodeDecodeError, csv.Error) as error:
         raise InputError(
             f"{path}: the table must be tab-separated text in UTF-8. Reading it failed: {error}.",
             code="config.table",
         ) from error
-
-
-def _read_rows(
-    reader: csv.DictReader, path: Path, columns: tuple[str, ...], optional: tuple[str, ...]
-) -> list[tuple[str, ...]]:
-    header = [*(reader.fieldnames or ())]
     if any(header.count(c) != 1 for c in columns) or any(header.count(c) > 1 for c in optional):
         missing = ", ".join(c for c in columns if c not in header) or "none"
         raise InputError(
@@ -60,19 +55,19 @@ def _read_rows(
             code="config.table",
         )
     rows = []
-    for row in reader:
+    for number, row in numbered:
         cells = tuple((row[c] or "").strip() for c in columns)
         if not all(cells):
             raise InputError(
                 f"{path}: every row must have values in the columns {', '.join(columns)}. Found "
-                f"{', '.join(map(repr, cells))} in line {reader.line_num}.",
+                f"{', '.join(map(repr, cells))} in line {number}.",
                 code="config.table",
             )
         surplus = row.get(None) or []
         if any(surplus):
             raise InputError(
                 f"{path}: no row of the table may have more cells than the header, {len(header)}. "
-                f"Found {len(header) + len(surplus)} in line {reader.line_num}.",
+                f"Found {len(header) + len(surplus)} in line {number}.",
                 code="config.table",
             )
         rows.append((*cells, *((row.get(c) or "").strip() for c in optional)))
@@ -109,12 +104,15 @@ def read_config(path: Path, schema: Path) -> dict[str, Any]:
     return completed(merged(config, given_by_command(path, config)), schema, writes=False)
 
 
-def completed(config: Mapping[str, Any], schema: Path, *, writes: bool = True) -> dict[str, Any]:
+def completed(
+    config: Mapping[str, Any], schema: Path, *, entries: Sequence[str] = (), writes: bool = True
+) -> dict[str, Any]:
     """Return a validated config with the schema's defaults, and with the path of its study file.
 
-    See ``with_ready_study`` for the study file and for ``writes``.
+    See ``with_values_read`` for ``entries``, and ``with_ready_study`` for ``writes``.
     """
-    text, config = schema.read_text("utf-8"), with_ready_study(config, writes=writes)
+    config = with_ready_study(with_values_read(config, entries), writes=writes)
+    text = schema.read_text("utf-8")
     keys = yaml.load(text, Loader=_FastLoader)  # ruff: ignore[unsafe-yaml-load] -- a SafeLoader
     check_config(config, keys)
     config = with_defaults(config, keys)
@@ -142,12 +140,12 @@ def record_config(
     given: Mapping[str, Any] | None = None,
     entries: Sequence[str] = (),
     *,
-    must: bool = True,
+    replaces: bool = True,
 ) -> None:
     """Write a run's config to its results folder, which can then be opened without a config file.
 
     ``given`` contains the values of ``--config``, and ``entries`` contains the same values as
-    ``key=value`` words. With ``must``, a read-only folder is an error.
+    ``key=value`` words. Unless ``replaces`` is true, an existing record is kept.
     """
     known = {
         "config": dict(config),
@@ -156,8 +154,9 @@ def record_config(
         "config_files": [os.path.relpath(file) for file in config_files],
         "by_command": with_values_read(given or {}, entries),
     }
-    if read_record(results / CONFIG_RECORD) != known:
-        write_record(results / CONFIG_RECORD, known, must=must)
+    before = read_record(results / CONFIG_RECORD)
+    if known != before and (replaces or not before):
+        write_record(results / CONFIG_RECORD, known)
 
 
 def recorded_config(results: Path) -> tuple[dict[str, Any], Path]:
@@ -215,11 +214,10 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-    pairs = [(loader.construct_object(key, deep=True), key) for key, _ in node.value]
     mapping = loader.construct_mapping(node, deep=True)  # Lists as keys raise an error.
     lines: dict[Any, int] = {}
-    for name, key in pairs:
-        line = key.start_mark.line + 1
+    for key, _ in node.value:
+        name, line = loader.construct_object(key, deep=True), key.start_mark.line + 1
         if name in lines:
             raise InputError(
                 f"{key.start_mark.name}: keys must be unique. Found {name!r} in lines "

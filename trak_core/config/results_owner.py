@@ -5,32 +5,27 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from html import unescape
+from logging import Logger
 from pathlib import Path
 from typing import Any
 
 from trak_core.config.preflight import refuse_future
 from trak_core.config.read_config import CONFIG_RECORD, record_config
 from trak_core.errors import InputError
-from trak_core.runtime.files import check_results, hold_results, read_record
+from trak_core.runtime.files import hold_results, read_record
 
 
-def begin_run(
-    config: Mapping[str, Any],
-    results: Path,
-    config_files: Sequence[Path],
-    given: Mapping[str, Any],
-    entries: Sequence[str],
-) -> list[str]:
+def begin_run(config: Mapping[str, Any], results: Path, settings: Any) -> list[str]:
     """Return warnings for the user, after checking and locking the results folder of a run.
 
-    The config is recorded in the folder. ``given`` contains the values of ``--config``, and
-    ``entries`` contains the same values as ``key=value`` words of the command line.
+    The config is recorded in the folder. ``settings`` are Snakemake's settings with the config
+    files and the values of ``--config``.
     """
-    check_results(results)
     hold_results(results)
     refuse_future(str(file) for kind in ("h5", "pt", "csv") for file in results.rglob(f"*.{kind}"))
-    earlier = ", ".join(earlier_configs(results, config_files, config))
-    record_config(config, results, config_files, given, entries)
+    files = settings.configfiles
+    earlier = ", ".join(earlier_configs(results, files, config))
+    record_config(config, results, files, settings.config, settings.config_args or [])
     warning = (
         f"{results} contains results of {earlier}. This run replaces files with the same names. To "
         "keep both, set `results` to a different folder in each config."
@@ -38,21 +33,21 @@ def begin_run(
     return [warning] if earlier else []
 
 
-def result_lines(
-    files: Mapping[str, Sequence[str]], results: Path, *, is_stored: bool
-) -> tuple[list[str], list[str]]:
-    """Return lines that list a run's existing files by kind, and warnings from its report."""
-    lines = []
+def show_results(
+    files: Mapping[str, Sequence[str]], results: Path, logger: Logger, *, is_stored: bool
+) -> None:
+    """Log a run's existing files by kind, and the fit and the warnings that its report states."""
     for kind, paths in files.items():
-        existing = sorted(file for file in paths if is_stored or Path(file).exists())
-        lines += [f"{kind}: {', '.join(existing)}"] if existing else []
+        if existing := sorted(file for file in paths if is_stored or Path(file).exists()):
+            logger.info(f"{kind}: {', '.join(existing)}")
     report = results / "report.html"
     if is_stored or not report.exists():
-        return lines, []
+        return
     page = report.read_text(encoding="utf-8")
-    lines += [unescape(text) for text in re.findall(r'<p class="fit">(.*?)</p>', page)]
-    titles = [unescape(text) for text in re.findall(r'<div class="warning">\n<h3>(.*?)</h3>', page)]
-    return lines, [f"The report warns: {'; '.join(titles)}."] if titles else []
+    for text in re.findall(r'<p class="fit">(.*?)</p>', page):
+        logger.info(unescape(text))
+    if titles := re.findall(r'<div class="warning">\n<h3>(.*?)</h3>', page):
+        logger.warning(f"The report warns: {unescape('; '.join(titles))}.")
 
 
 def earlier_configs(

@@ -1,13 +1,12 @@
 """Build the specs of all jobs from a config. A spec contains all settings that change results."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from trak_core.config.checkpoint_list import (
-    Checkpoint,
     are_from_along_runs,
     checkpoint_table,
     runs_of,
@@ -24,7 +23,7 @@ from trak_core.config.read_config import (
 from trak_core.config.scoring_settings import features_spec, fill_in_scoring, scores_spec
 from trak_core.dependency_digests import content_digest, mentions, study_digest
 from trak_core.errors import InputError
-from trak_core.model_outputs.about_outputs import About, about_output, output_name
+from trak_core.model_outputs.about_outputs import about_output, output_name
 from trak_core.runtime.files import data_digests, file_digest
 from trak_core.settings import (
     LESS,
@@ -44,19 +43,10 @@ from trak_core.settings import (
 _SUBSETS_A_JOB, _TARGETS_A_JOB = 10, 5
 # The number of random removals of each size, the number of models for each removal, and the seed.
 _DRAWS, _REMOVAL_SEEDS, _SEED = 3, 3, 0
+# Keys of a config that do not change results.
+_NO_RESULTS = ("compute", "answers")
 # Functions with which a study adds columns to tables.
 _COLUMNS = ("train_columns", "target_columns")
-
-
-def targets_digest(
-    ids: Sequence[int | str] | None, question: Path | None = None, study: Path = Path()
-) -> str:
-    """Return a hash of target ids, in order, and of the file that contains the targets.
-
-    ``ids`` is None for all targets, and ``question`` is None for targets in the file ``study``.
-    """
-    digests = [] if question is None else [_question_digest(question, study)]
-    return content_digest(ids and [str(i) for i in ids], *digests)
 
 
 @cache
@@ -72,80 +62,120 @@ def _question_digest(path: Path, study: Path) -> str:
     return study_digest(path, folders=module_folders(path, study))
 
 
-@dataclass(frozen=True, slots=True)
 class Specs:
     """A config with its defaults, and the settings of jobs that are derived from it.
 
     Attributes:
-        experiments: The ids of targets, or None for all, by experiment. Means are not included.
-        study_digest: A hash of the study's code and of all data files.
-        files: The study's source and data files, and the tables and files that the config names.
+        config: The config, in which missing scoring settings are filled in.
         defaults: A text that lists the scoring settings that were filled in, with reasons.
-        output_digest: A hash of the file of a user-defined model output, or None.
+        checkpoints: The checkpoints by id.
+        runs: The ids of each run's checkpoints, sorted by time. Runs are sorted by name.
+        training: The arguments of the study's ``train`` that all runs share.
+        reported: The config without ``compute`` and ``answers``, which do not change results.
+        output: Properties and descriptions of the model output.
+        output_words: The config's settings of a user-defined model output, or None for a built-in
+            one.
+        is_projected: Whether scores are computed from projected gradients.
+        scored: All experiments, including means, in the config's order.
+        experiments: The ids of targets, or None for all, by experiment. Means are not included.
+        conditions: The ``where`` conditions of experiments, by experiment.
+        means: The experiments under ``mean`` and ``minus``, for each experiment that is a mean.
+        lists: The settings of the config's lists, by name, with the experiment of each list.
+        pool: The file of samples that ``lists.select`` ranks, or None for the training samples.
+        questions: The files of experiments' targets and of the pool, by experiment or ``POOL``.
+        shards: The number of jobs that compute each split's features, by split.
+        evaluation: The config's ``evaluation``, empty if there is none.
+        sweep: The values of scoring settings in a sweep, or None without a sweep.
+        removals: The removals to measure, by the name of their result file. See ``removals_of``.
+        measured: The experiments whose scores are compared with retrained models.
+        measures_features: Whether the evaluation needs features in addition to scores.
+        study_digest: A hash of the study's code and of all data files.
+        made_of: A hash of the study and of the file of a user-defined model output.
+        files: The study's source and data files, and the tables and files that the config names.
+        all_features: The settings that the features, or Gramians, of all checkpoints and splits
+            share.
+        embeddings: The settings that the embeddings of all checkpoints share.
+        outputs: The settings that the outputs for ``target_data()`` of all checkpoints share.
+        self_influence: The spec of self-influences, which the specs of all scores extend.
     """
 
-    config: Mapping[str, Any]
-    checkpoints: Mapping[str, Checkpoint]
-    experiments: Mapping[str, Sequence[int | str] | None]
-    study_digest: str
-    files: Sequence[Path]
-    defaults: str = ""
-    output_digest: str | None = None
+    def __init__(self, config: dict[str, Any], results: Path, *, writes: bool = True) -> None:
+        """Derive the specs of a valid config, after checks that its schema cannot express.
 
-    @property
-    def output(self) -> About:
-        """Properties and descriptions of the model output."""
-        return about_output(self.config["model_output"])
+        Unless ``writes`` is false, digests of data files are stored in the folder ``results``, so
+        that unchanged files are not read again.
+        """
+        self.config = config
+        self.checkpoints = checkpoint_table(config["checkpoints"], config.get("training"))
+        self.runs = runs_of(self.checkpoints)
+        self.defaults = fill_in_scoring(config, along=are_from_along_runs(self.checkpoints))
+        check_relations(config)
+        self.training = {k: v for k, v in config.get("training", {}).items() if k != "at"}
+        self.reported = ordered({k: v for k, v in config.items() if k not in _NO_RESULTS})
+        self.output = about_output(config["model_output"])
+        is_name = isinstance(config["model_output"], str)
+        words = {} if is_name else ordered(config["model_output"])
+        self.output_words = words if self.output.is_own else None
+        self.is_projected = not isinstance(config["projection"], str)
+        self._read_experiments()
+        self.evaluation: Mapping[str, Any] = config.get("evaluation", {})
+        self.sweep = ordered(self.evaluation.get("sweep"))
+        self.removals = removals_of(config)
+        self.measured: list[str] = []
+        if {"subsets", "ground_truth"} & set(self.evaluation):
+            own = [name for name in self.experiments if name not in self.questions]
+            self.measured = list(self.evaluation.get("experiments", own))
+        along = len(self.runs) < len(self.checkpoints) and self.is_projected
+        needs_features = along or self.sweep is not None or self.measures("gradient_dot")
+        self.measures_features = bool(self.measured) and needs_features
+        self._read_files(results, writes=writes)
+        parts = {n: s for n, c in self.checkpoints.items() if (s := c.state_dict)}
+        self.all_features = features_spec(config, self.made_of, parts)
+        self.self_influence = scores_spec(config, self.all_features, self.runs)
+        # Embeddings and outputs are files of values, other than gradients, of all samples.
+        more: Any = {"dtype": "float32", "preconditioner": None, "label_draws": 0, "split": "all"}
+        values = replace(self.all_features, projection={"kind": "embedding"}, **more)
+        self.embeddings = replace(values, study_digest=self.study_digest)
+        self.outputs = replace(values, projection={"kind": "none"}, parameter_patterns=None)
 
-    @property
-    def output_words(self) -> dict[str, Any] | None:
-        """The config's settings of a user-defined model output, or None for a built-in one."""
-        given = self.config["model_output"]
-        settings = {} if isinstance(given, str) else ordered(given)
-        return settings if self.output.is_own else None
+    def _read_experiments(self) -> None:
+        experiments = self.config["experiments"]
+        self.scored = [*experiments]
+        self.means = {
+            name: [about[key] for key in ("mean", "minus") if key in about]
+            for name, about in experiments.items()
+            if "mean" in about
+        }
+        self.conditions = {
+            n: about["where"] for n, about in experiments.items() if "where" in about
+        }
+        self.experiments = {
+            name: target_ids(about["targets"]) if "targets" in about else None
+            for name, about in experiments.items()
+            if "mean" not in about
+        }
+        self.lists = lists_of(self.config)
+        self.pool: str | None = self.lists.get("select", {}).get("pool")
+        self.questions = {n: about["data"] for n, about in experiments.items() if "data" in about}
+        self.shards = {TRAIN: self.config["compute"]["shards"]}
+        self.shards |= {name: experiments[name]["shards"] for name in self.experiments}
+        if self.pool is not None:
+            self.questions[POOL], self.shards[POOL] = self.pool, 1
 
-    @property
-    def made_of(self) -> str:
-        """A hash of the study and of the file of a user-defined model output."""
-        study, output = self.study_digest, self.output_digest
-        return study if output is None else content_digest(study, output)
-
-    @property
-    def is_projected(self) -> bool:
-        """Whether scores are computed from projected gradients."""
-        return not isinstance(self.config["projection"], str)
-
-    @property
-    def evaluation(self) -> Mapping[str, Any]:
-        """The config's ``evaluation``, empty if there is none."""
-        return self.config.get("evaluation", {})
-
-    @property
-    def shards(self) -> dict[str, int]:
-        """The number of jobs that compute each split's features, by split."""
-        shards = {name: self.config["experiments"][name]["shards"] for name in self.experiments}
-        pool = {} if self.pool is None else {POOL: 1}
-        return {TRAIN: self.config["compute"]["shards"], **shards, **pool}
-
-    @property
-    def reported(self) -> dict[str, Any]:
-        """The config without ``compute`` and ``answers``, which do not change results."""
-        return ordered({k: v for k, v in self.config.items() if k not in ("compute", "answers")})
-
-    @property
-    def reported_first(self) -> dict[str, Any]:
-        """``reported`` for the first report, which is written before the evaluation."""
-        return ordered(self.reported | {"evaluation": "see report.html"})
-
-    @property
-    def runs(self) -> dict[str, list[str]]:
-        """The ids of each run's checkpoints, sorted by time. Runs are sorted by name."""
-        return runs_of(self.checkpoints)
-
-    @property
-    def training(self) -> dict[str, Any]:
-        """The arguments of the study's ``train`` that all runs share."""
-        return {key: value for key, value in self.config["training"].items() if key != "at"}
+    def _read_files(self, results: Path, *, writes: bool) -> None:
+        config, study = self.config, Path(self.config["study"])
+        data = data_digests(config["data_files"], results / "data_files.json", writes=writes)
+        self.study_digest = self.made_of = study_digest(study, data)
+        targets = [about.get("targets") for about in config["experiments"].values()]
+        named = [config["checkpoints"], *targets, *self.questions.values()]
+        tables = [path for path in named if isinstance(path, str) and path != ALL_TARGETS]
+        code = [Path(path) for path in tables if path.endswith(".py")]
+        if output := output_file(config["model_output"], study):
+            code.append(output)
+            of_output = study_digest(output, folders=module_folders(output, study))
+            self.made_of = content_digest(self.study_digest, of_output)
+        files = [*python_modules(study, code), *map(Path, [*data, *tables])]
+        self.files = [*dict.fromkeys(files)]
 
     def training_arguments(self, run: str) -> dict[str, Any]:
         """Return the arguments of the study's ``train`` for one run."""
@@ -164,35 +194,6 @@ class Specs:
             groups.setdefault(tuple(name.removeprefix(run) for name in ids), []).append(run)
         return [(list(suffixes), runs) for suffixes, runs in groups.items()]
 
-    @property
-    def questions(self) -> dict[str, str]:
-        """The files of experiments' targets and of the pool, by experiment or ``POOL``."""
-        experiments = self.config["experiments"].items()
-        files = {name: about["data"] for name, about in experiments if "data" in about}
-        return files if self.pool is None else files | {POOL: self.pool}
-
-    @property
-    def pool(self) -> str | None:
-        """The file of samples that ``lists.select`` ranks, or None for the training samples."""
-        return self.lists.get("select", {}).get("pool")
-
-    @property
-    def conditions(self) -> dict[str, str]:
-        """The ``where`` conditions of experiments, by experiment."""
-        experiments = self.config["experiments"].items()
-        return {name: about["where"] for name, about in experiments if "where" in about}
-
-    @property
-    def means(self) -> dict[str, list[str]]:
-        """The experiments under ``mean`` and ``minus``, for each experiment that is a mean."""
-        means = {n: e for n, e in self.config["experiments"].items() if "mean" in e}
-        return {n: [e[key] for key in ("mean", "minus") if key in e] for n, e in means.items()}
-
-    @property
-    def scored(self) -> list[str]:
-        """All experiments, including means, in the config's order."""
-        return [*self.config["experiments"]]
-
     def mean_of(self, experiment: str) -> str | None:
         """Return a text with the names in ``means``, or None if the experiment is not a mean."""
         return LESS.join(self.means.get(experiment, ())) or None
@@ -203,13 +204,11 @@ class Specs:
         files = [self.config["study"], *self.questions.values()]
         return any(mentions(Path(path), *_COLUMNS) for path in files if path.endswith(".py"))
 
-    @property
-    def lists(self) -> dict[str, dict[str, Any]]:
-        """The settings of the config's lists, by name, with the experiment of each list."""
-        return lists_of(self.config)
-
     def targets_digest(self, split: str) -> str | None:
-        """Return a hash of an experiment's targets, or None for the training samples."""
+        """Return a hash of the ids of an experiment's targets, in order, and of their file.
+
+        For the training samples, return None.
+        """
         if split in self.means:
             named = [(name, self.targets_digest(name)) for name in self.means[split]]
             return content_digest("mean", *named)
@@ -217,34 +216,14 @@ class Specs:
             return None
         if split in self.conditions:
             return content_digest(["where", self.conditions[split]])
-        question = Path(self.questions[split]) if split in self.questions else None
-        study = Path(self.config["study"])
-        return targets_digest(self.experiments.get(split), question, study)
-
-    @property
-    def all_features(self) -> FeaturesSpec:
-        """The settings that the features, or Gramians, of all checkpoints and splits share."""
-        parts = {n: s for n, c in self.checkpoints.items() if (s := c.state_dict)}
-        return features_spec(self.config, self.made_of, parts)
+        ids, digests = self.experiments.get(split), []
+        if split in self.questions:
+            digests = [_question_digest(Path(self.questions[split]), Path(self.config["study"]))]
+        return content_digest(ids and [str(i) for i in ids], *digests)
 
     def features(self, checkpoint: str, split: str) -> FeaturesSpec:
         """Return the spec of one file of features, or of one Gramian."""
         return self.all_features.under(checkpoint).of(split, self.targets_digest(split))
-
-    @property
-    def embeddings(self) -> FeaturesSpec:
-        """The settings that the embeddings of all checkpoints share."""
-        return replace(self._of_all("embedding"), study_digest=self.study_digest)
-
-    @property
-    def outputs(self) -> FeaturesSpec:
-        """The settings that the outputs for ``target_data()`` of all checkpoints share."""
-        return replace(self._of_all("none"), parameter_patterns=None)
-
-    def _of_all(self, kind: str) -> FeaturesSpec:
-        """Return the spec of a file of values, other than gradients, of all samples."""
-        more: Any = {"dtype": "float32", "preconditioner": None, "label_draws": 0, "split": "all"}
-        return replace(self.all_features, projection={"kind": kind}, **more)
 
     def normal_matrix(self, checkpoint: str) -> NormalSpec:
         """Return the spec of one checkpoint's normal matrix."""
@@ -264,46 +243,20 @@ class Specs:
         digest = self.targets_digest(POOL) if kind == "select" else None
         return replace(self.scores(self.lists[kind]["experiment"]), pool_digest=digest)
 
-    @property
-    def self_influence(self) -> ScoresSpec:
-        """The spec of self-influences, which the specs of all scores extend."""
-        return scores_spec(self.config, self.all_features, self.runs)
-
-    @property
-    def measured(self) -> list[str]:
-        """The experiments whose scores are compared with retrained models."""
-        if not {"subsets", "ground_truth"} & set(self.evaluation):
-            return []
-        own = [name for name in self.experiments if name not in self.questions]
-        return list(self.evaluation.get("experiments", own))
-
-    @property
-    def measures_features(self) -> bool:
-        """Whether the evaluation needs features in addition to scores."""
-        if not self.measured:
-            return False
-        several = len(self.runs) < len(self.checkpoints) and self.is_projected
-        return several or "sweep" in self.evaluation or self.measures("gradient_dot")
-
     def measures(self, baseline: str) -> bool:
         """Return whether the LDS or removals are also measured for a ``baseline``."""
         by_lds = self.evaluation["baselines"] if self.measured else []
         return baseline in [*by_lds, *self.evaluation.get("removals", {}).get("baselines", [])]
 
     @property
-    def sweep(self) -> dict[str, Any] | None:
-        """The values of scoring settings in a sweep, or None without a sweep."""
-        return ordered(self.evaluation.get("sweep"))
-
-    @property
     def settings(self) -> list[Setting]:
         """All combinations of the sweep's and the config's settings, or [] without a sweep."""
-        scoring, sweep = self.config["scoring"], self.sweep
-        if sweep is None:
+        if self.sweep is None:
             return []
-        combine, proj_dim = Combine(scoring["combine"]), self.config["projection"]["proj_dim"]
+        scoring, proj_dim = self.config["scoring"], self.config["projection"]["proj_dim"]
+        combine = Combine(scoring["combine"])
         own = Setting(scoring["damping"], scoring["loss_weight_power"], combine, proj_dim)
-        return settings_of(sweep, own)
+        return settings_of(self.sweep, own)
 
     @property
     def random_subsets(self) -> RetrainedSpec:
@@ -318,11 +271,6 @@ class Specs:
         """Return the numbers of the first and the last random subset of each retraining job."""
         starts = range(0, count := self.evaluation["subsets"]["count"], _SUBSETS_A_JOB)
         return [(start, min(start + _SUBSETS_A_JOB, count) - 1) for start in starts]
-
-    @property
-    def removals(self) -> dict[str, dict[str, Any]]:
-        """The removals to measure, by the name of their result file. See ``removals_of``."""
-        return removals_of(self.config)
 
     def removals_spec(self, by: str) -> RetrainedSpec:
         """Return the spec of models retrained without samples that the method ``by`` chose."""
@@ -364,33 +312,3 @@ class Specs:
             seeds=seeds,
             seed=seed,
         )
-
-
-def specs_of(config: dict[str, Any], results: Path, *, writes: bool = True) -> Specs:
-    """Return the specs of a valid config, after checks that its schema cannot express.
-
-    Missing scoring settings are filled in. Unless ``writes`` is false, digests of data files are
-    stored in the folder ``results``, so that unchanged files are not read again.
-    """
-    checkpoints = checkpoint_table(config["checkpoints"], config.get("training"))
-    defaults = fill_in_scoring(config, along=are_from_along_runs(checkpoints))
-    check_relations(config)
-    experiments = {
-        name: target_ids(experiment["targets"]) if "targets" in experiment else None
-        for name, experiment in config["experiments"].items()
-        if "mean" not in experiment
-    }
-    study = Path(config["study"])
-    data = data_digests(config["data_files"], results / "data_files.json", writes=writes)
-    tables = [config["checkpoints"], lists_of(config).get("select", {}).get("pool")]
-    for experiment in config["experiments"].values():
-        tables += [experiment.get("targets"), experiment.get("data")]
-    tables = [path for path in tables if isinstance(path, str) and path != ALL_TARGETS]
-    code = [Path(path) for path in tables if path.endswith(".py")]
-    output, of_output = output_file(config["model_output"], study), None
-    if output:
-        of_output = study_digest(output, folders=module_folders(output, study))
-        code.append(output)
-    files = [*dict.fromkeys([*python_modules(study, code), *map(Path, [*data, *tables])])]
-    digest = study_digest(study, data)
-    return Specs(config, checkpoints, experiments, digest, files, defaults, of_output)

@@ -8,7 +8,7 @@ from typing import Any, NoReturn, Self
 
 from trak_core.artifacts import SCORES, open_artifact
 from trak_core.config.read_config import recorded_config
-from trak_core.config.specs_from_config import Specs, specs_of
+from trak_core.config.specs_from_config import Specs
 from trak_core.errors import InputError
 
 # The names of a spec's keys in error messages.
@@ -39,7 +39,7 @@ class FinishedRun:
         with contextlib.chdir(folder):
             if not Path(config["study"]).is_file():
                 raise _not_finished(results, config["study"])
-            run = cls(specs_of(config, results, writes=False), results, folder)
+            run = cls(Specs(config, results, writes=False), results, folder)
             files = [run.files(name) for name in run.specs.checkpoints]
             gone = [path for path, *_ in files if not path.exists()]
             if gone and run.results not in gone[0].parents:

@@ -47,13 +47,19 @@ def _delete_leftovers(path: Path, prefix: str) -> None:
 
 
 def hold_results(results: Path) -> None:
-    """Lock a results folder until this process ends, or raise an error if a run has locked it.
+    """Create a results folder, and lock it until this process ends.
 
-    On file systems without locks, this function has no effect.
+    An error is raised if files cannot be created in the folder, or if another run has locked it. On
+    file systems without locks, the folder is not locked.
     """
     import fcntl  # It does not exist on Windows.
 
-    results.mkdir(parents=True, exist_ok=True)
+    try:
+        results.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=results):
+            pass
+    except OSError as error:
+        raise unwritable_error(results, results, error) from error
     lock = results / ".lock"
     try:
         # Some network file systems lock only files that are open for writing.
@@ -167,22 +173,18 @@ def read_record(path: Path) -> dict[str, Any]:
         return {}
 
 
-def write_record(path: Path, known: dict[str, Any], *, must: bool = True) -> None:
-    """Write values and their hash atomically as JSON.
-
-    If ``must`` is false, no error is raised for a read-only folder.
-    """
+def write_record(path: Path, known: dict[str, Any]) -> None:
+    """Write values and their hash atomically as JSON, unless the folder is read-only."""
     try:
         with atomic_write(path) as partial:
             text = json.dumps({"known": known, "digest": _digest(known)}, indent=1)
             partial.write_text(text, encoding="utf-8")
     except OSError as error:
-        if must or not may_only_be_read(path.parent):
+        if not _may_only_be_read(path.parent):
             raise unwritable_error(path.parent, path, error) from error
 
 
-def may_only_be_read(folder: Path) -> bool:
-    """Return whether a folder exists and is read-only for this process."""
+def _may_only_be_read(folder: Path) -> bool:
     try:
         return folder.is_dir() and not os.access(folder, os.W_OK)
     except PermissionError:  # A parent folder cannot be read.
@@ -199,16 +201,6 @@ def unwritable_error(results: Path, path: Path, error: OSError) -> InputError:
         f"{failed}. Make the folder writable, or set another folder as `results`.",
         code="config.results_folder",
     )
-
-
-def check_results(results: Path) -> None:
-    """Raise an error if files cannot be created in a results folder."""
-    try:
-        results.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=results):
-            pass
-    except OSError as error:
-        raise unwritable_error(results, results, error) from error
 
 
 # File systems round times to up to two seconds. A file that changed less than two seconds ago can
@@ -289,7 +281,7 @@ def _file_digests(files: Iterable[Path], record: Path, *, writes: bool) -> dict[
         if stat.st_ctime_ns >= now - CLOCK_NS:
             del kept[name]
     if writes and kept != known:
-        write_record(record, kept, must=False)
+        write_record(record, kept)
     return digests
 
 

@@ -17,7 +17,7 @@ import sysconfig
 import threading
 import typing
 import warnings
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -285,16 +285,6 @@ def convert_param(value: Any, hint: Any) -> Any:
     return int(value) if hint is int else value
 
 
-def describe_job(job: Any) -> dict[str, Any]:
-    """Return ``rule``, ``log``, all values by name, and the names of files and params."""
-    named: dict[str, Any] = {"threads": job.threads}
-    # Later groups take precedence, because an input file can have the name of a wildcard.
-    for group in (job.wildcards, job.resources, job.params, job.input, job.output):
-        named.update(group.items())
-    own = [name for group in (job.params, job.input, job.output) for name in dict(group.items())]
-    return {"rule": job.rule, "log": job.log[0], "named": named, "own": own}
-
-
 def import_stages() -> None:
     """Import all stages, and the modules that they use, in the server that forks jobs."""
     quiet_libraries()
@@ -308,19 +298,21 @@ def import_stages() -> None:
 
 def run_script(job: Any) -> None:
     """Run the job of a Snakemake script, and write its output to its log."""
-    described = describe_job(job)
-    with logged_to(described["log"]):
-        run(described)
+    with logged_to(job.log[0]):
+        run(job)
 
 
-def run(job: Mapping[str, Any]) -> None:
+def run(job: Any) -> None:
     """Call the stage of a job with those values from its rule that the stage takes."""
-    named = dict(job["named"])
+    own = {**dict(job.params.items()), **dict(job.input.items()), **dict(job.output.items())}
+    # Files and params take precedence, because an input file can have the name of a wildcard.
+    others = {"threads": job.threads, **dict(job.wildcards.items()), **dict(job.resources.items())}
+    named: dict[str, Any] = others | own
     name, named["code"] = named["code"].split()
     stage = stage_of(name)
     parameters = inspect.signature(stage).parameters
-    if unknown := set(job["own"]) - parameters.keys() - _TRIGGERS:
-        raise TypeError(f"stage of rule {job['rule']} does not take {', '.join(sorted(unknown))}")
+    if unknown := own.keys() - parameters.keys() - _TRIGGERS:
+        raise TypeError(f"stage of rule {job.rule} does not take {', '.join(sorted(unknown))}")
     hints = typing.get_type_hints(stage)
     taken = [name for name in parameters if name in named]
     stage(**{name: convert_param(named[name], hints[name]) for name in taken})

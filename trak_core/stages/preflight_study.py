@@ -277,7 +277,6 @@ def preflight_study(
     training: dict[str, dict[str, Any]] | None,
     leaves_several: bool = False,
     splits: dict[str, list[int | str] | None],
-    shards: dict[str, int],
     questions: Mapping[str, str] = MappingProxyType({}),
     conditions: Mapping[str, str] = MappingProxyType({}),
     retraining: dict[str, Any] | None = None,
@@ -299,7 +298,6 @@ def preflight_study(
         training: Arguments of the study's ``train`` for each run; None if nothing is trained.
         leaves_several: Whether a run saves checkpoints at several times.
         splits: For each split or experiment, the ids of the samples to read; None for all samples.
-        shards: For each split or experiment, the number of jobs that share it.
         questions: For some experiments, the file of their targets.
         conditions: For some experiments, the ``where`` condition of their targets.
         retraining: Arguments of ``train`` that all runs share; None if nothing is retrained.
@@ -370,12 +368,6 @@ def preflight_study(
             is_ready = str(error.code).startswith("studies.")
             prefix = "" if is_ready else f"{study.name}, {where}: "
             raise InputError(f"{prefix}{_with_advice(error, study)}", error.code) from error
-        if shards[name] > len(split.ids):
-            raise InputError(
-                f"{where}: there must be at most as many shards as samples. Found {shards[name]} "
-                f"shards and {len(split.ids)} samples.",
-                code="compute.shards",
-            )
         n_samples[name] = len(split.ids)
     renamed = _check_checkpoints(study, model.module, checkpoints)
     facts = {"n_params": size, "model_bytes": model_bytes, "n_samples": n_samples}

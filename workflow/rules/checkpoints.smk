@@ -24,8 +24,8 @@ for number, (ends, runs) in enumerate(specs.trained_together if trained else [])
             code=code_of("train_checkpoint"),
             digest=specs.study_digest,
             study_file=config["study"],
-            arguments=lambda wildcards: specs.training_arguments(wildcards.run),
-            times=lambda wildcards: specs.times(wildcards.run),
+            arguments=lambda w: specs.training_arguments(w.run),
+            times=lambda w: specs.times(w.run),
         message:
             "Training {wildcards.run}"
         script:

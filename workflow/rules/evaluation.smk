@@ -8,6 +8,8 @@ elif "subsets" in specs.evaluation:
     retrained_files = [
         f"{folder}/retrained/{i}-{j}.h5" for i, j in specs.subset_groups()
     ]
+# The checkpoints whose features the evaluation reads.
+with_features = specs.checkpoints if specs.measures_features else []
 
 
 use rule stage as retrain_subsets with:
@@ -26,7 +28,7 @@ use rule stage as retrain_subsets with:
     params:
         code=code_of("retrain"),
         study_file=config["study"],
-        spec=lambda wildcards: specs.random_subsets.as_dict(),
+        spec=lambda w: specs.random_subsets.as_dict(),
     message:
         "Retraining on subsets {wildcards.first} to {wildcards.last}"
 
@@ -43,7 +45,7 @@ use rule model_stage as compute_embeddings with:
     params:
         code=code_of("compute_embeddings"),
         signature=checkpoint_signature,
-        spec=lambda wildcards: specs.embeddings.under(wildcards.checkpoint).as_dict(),
+        spec=lambda w: specs.embeddings.under(w.checkpoint).as_dict(),
         study_file=config["study"],
     message:
         "Embedding all samples under checkpoint {wildcards.checkpoint}"
@@ -54,14 +56,8 @@ use rule stage as evaluate_scores with:
         scores="<results>/scores/{experiment}.h5",
         checkpoint_scores=of_checkpoints("scores/{experiment}/{c}.h5"),
         retrained=retrained_files,
-        train_paths=(
-            of_checkpoints("features/{c}/train.h5") if specs.measures_features else []
-        ),
-        targets_paths=(
-            of_checkpoints("features/{c}/{experiment}.h5")
-            if specs.measures_features
-            else []
-        ),
+        train_paths=of_checkpoints("features/{c}/train.h5", with_features),
+        targets_paths=of_checkpoints("features/{c}/{experiment}.h5", with_features),
         embeddings=(
             of_ends("embeddings/{c}.h5")
             if "embedding_cosine" in specs.evaluation["baselines"]

@@ -1,7 +1,7 @@
 use rule model_stage as compute_features with:
     input:
         checkpoint=checkpoint_input,
-        selected=selected_targets if specs.conditions else [],
+        selected=selected_targets,
     output:
         features="<results>/features/{checkpoint}/{split}.h5",
     log:
@@ -17,7 +17,7 @@ use rule model_stage as compute_features with:
         signature=checkpoint_signature,
         spec=features_spec,
         targets=split_targets,
-        question=split_question if specs.questions else None,
+        question=split_question,
         study_file=config["study"],
     message:
         "Projecting gradients of {wildcards.split} under checkpoint {wildcards.checkpoint}"
@@ -39,7 +39,9 @@ use rule compute_features as compute_features_shard with:
 
 use rule stage as join_shards with:
     input:
-        shards=shards_of,
+        shards=lambda w: of_shards(
+            f"shards/{w.checkpoint}/{w.split}", specs.shards[w.split]
+        ),
     output:
         features="<results>/features/{checkpoint}/{split}.h5",
     log:
@@ -69,7 +71,7 @@ use rule stage as compute_normal_matrix with:
     threads: compute["threads"]
     params:
         code=code_of("compute_normal_matrix"),
-        spec=lambda wildcards: specs.normal_matrix(wildcards.checkpoint).as_dict(),
+        spec=lambda w: specs.normal_matrix(w.checkpoint).as_dict(),
     message:
         "Summing the normal matrix of checkpoint {wildcards.checkpoint}"
 

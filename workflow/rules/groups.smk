@@ -2,12 +2,7 @@ use rule stage as sum_groups with:
     input:
         scores="<results>/scores/{experiment}.h5",
         checkpoint_scores=of_checkpoints("scores/{experiment}/{c}.h5"),
-        # With top_k, scores are recomputed from features.
-        features=(
-            of_checkpoints("features/{c}/train.h5")
-            if scoring["keep"] == "top_k"
-            else []
-        ),
+        features=train_features,
     output:
         groups="<results>/groups/{experiment}.h5",
     log:

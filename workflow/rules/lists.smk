@@ -12,9 +12,9 @@ def list_scores(kind):
 
 use rule stage as write_list with:
     input:
-        scores=lambda wildcards: list_scores(wildcards.kind),
-        self_influence=lambda wildcards: (
-            [f"{folder}/self_influence.h5"] * (wildcards.kind == "suspects")
+        scores=lambda w: list_scores(w.kind),
+        self_influence=lambda w: (
+            [f"{folder}/self_influence.h5"] * (w.kind == "suspects")
             if specs.is_projected
             else []
         ),
@@ -29,8 +29,8 @@ use rule stage as write_list with:
     params:
         code=code_of("write_list"),
         study_file=naming_study,
-        spec=lambda wildcards: specs.list_scores(wildcards.kind).as_dict(),
-        fraction=lambda wildcards: specs.lists[wildcards.kind].get("fraction", 1.0),
+        spec=lambda w: specs.list_scores(w.kind).as_dict(),
+        fraction=lambda w: specs.lists[w.kind].get("fraction", 1.0),
     message:
         "Listing training samples: {output.listed}"
 
@@ -52,9 +52,7 @@ if specs.pool is not None:
         priority: 0
         params:
             keep="top_k",
-            spec=lambda wildcards: (
-                specs.list_scores("select").under(wildcards.checkpoint).as_dict()
-            ),
+            spec=lambda w: (specs.list_scores("select").under(w.checkpoint).as_dict()),
         message:
             "Scoring the pool for {wildcards.experiment} under checkpoint {wildcards.checkpoint}"
 
@@ -103,9 +101,7 @@ if "duplicates" in specs.lists:
 use rule stage as show_list with:
     input:
         listed="<results>/lists/{kind}.csv",
-        scores=lambda wildcards: (
-            [list_scores(wildcards.kind)] if wildcards.kind == "suspects" else []
-        ),
+        scores=lambda w: ([list_scores(w.kind)] if w.kind == "suspects" else []),
     output:
         page=report("<results>/lists/{kind}.html", category="lists"),
     log:
@@ -118,11 +114,11 @@ use rule stage as show_list with:
         code=code_of("show_list"),
         digest=specs.study_digest,
         study_file=config["study"],
-        experiment=lambda wildcards: specs.lists[wildcards.kind]["experiment"],
-        pool=lambda wildcards: specs.lists[wildcards.kind].get("pool"),
-        question=lambda wildcards: (
-            specs.questions.get(specs.lists[wildcards.kind]["experiment"])
-            if wildcards.kind == "duplicates"
+        experiment=lambda w: specs.lists[w.kind]["experiment"],
+        pool=lambda w: specs.lists[w.kind].get("pool"),
+        question=lambda w: (
+            specs.questions.get(specs.lists[w.kind]["experiment"])
+            if w.kind == "duplicates"
             else None
         ),
     message:

@@ -1,4 +1,6 @@
 removal_jobs = specs.removal_jobs
+# The methods that choose samples for a file of compared removals.
+methods = lambda w: specs.removals[w.removed]["by"]
 
 
 def naming_samples(by):
@@ -13,7 +15,7 @@ def naming_samples(by):
 # `by` is random, top (the largest scores of a target), a baseline, or a list.
 use rule stage as retrain_removals with:
     input:
-        named_by=lambda wildcards: naming_samples(wildcards.by),
+        named_by=lambda w: naming_samples(w.by),
     output:
         retrained="<results>/retrained/{by}/{part}.h5",
     log:
@@ -29,27 +31,22 @@ use rule stage as retrain_removals with:
     params:
         code=code_of("retrain"),
         study_file=config["study"],
-        spec=lambda wildcards: specs.removals_spec(wildcards.by).as_dict(),
-        naming=lambda wildcards: removal_jobs[wildcards.by][int(wildcards.part)],
+        spec=lambda w: specs.removals_spec(w.by).as_dict(),
+        naming=lambda w: removal_jobs[w.by][int(w.part)],
     message:
         "Retraining without or only on chosen samples: {wildcards.by}, part {wildcards.part}"
 
 
 use rule stage as compare_removals with:
     input:
-        scores=lambda wildcards: (
-            f"{folder}/scores/{specs.removals[wildcards.removed]['experiment']}.h5"
-        ),
-        retrained=lambda wildcards: [
+        scores=lambda w: f"{folder}/scores/{specs.removals[w.removed]['experiment']}.h5",
+        retrained=lambda w: [
             f"{folder}/retrained/{by}/{part}.h5"
-            for by in specs.removals[wildcards.removed]["by"]
+            for by in methods(w)
             for part in range(len(removal_jobs[by]))
         ],
-        named_by=lambda wildcards: [
-            file
-            for by in specs.removals[wildcards.removed]["by"]
-            for file in naming_samples(by)
-            if by != "top"
+        named_by=lambda w: [
+            file for by in methods(w) for file in naming_samples(by) if by != "top"
         ],
     output:
         removals="<results>/removals/{removed}.h5",
@@ -61,11 +58,7 @@ use rule stage as compare_removals with:
         removed=any_of(specs.removals),
     params:
         code=code_of("compare_removals"),
-        spec=lambda wildcards: (
-            specs.removals_spec(specs.removals[wildcards.removed]["by"][0]).as_dict()
-        ),
-        naming=lambda wildcards: {
-            by: removal_jobs[by] for by in specs.removals[wildcards.removed]["by"]
-        },
+        spec=lambda w: specs.removals_spec(methods(w)[0]).as_dict(),
+        naming=lambda w: {by: removal_jobs[by] for by in methods(w)},
     message:
         "Comparing removals: {wildcards.removed}"

@@ -42,6 +42,6 @@ if measured_files:
             "<results>/logs/write_report_first.log",
         priority: scores_first
         params:
-            config=specs.reported_first,
+            config={**specs.reported, "evaluation": "see report.html"},
         message:
             "Writing the first report: {output.report}"

@@ -1,9 +1,12 @@
 use rule stage as average_scores with:
     input:
         checkpoint_scores=of_checkpoints("scores/{experiment}/{c}.h5"),
-        # With top_k, scores are recomputed from features.
         features=[] if compute["shards"] > 1 else train_features,
-        shards=scores_shards,
+        shards=(
+            of_shards("scores/{experiment}/shards", compute["shards"])
+            if compute["shards"] > 1
+            else []
+        ),
     output:
         scores="<results>/scores/{experiment}.h5",
     log:
@@ -19,8 +22,8 @@ use rule stage as average_scores with:
         top=scoring["top"],
         output_words=specs.output_words,
         study_file=config["study"] if specs.has_columns else None,
-        question=lambda wildcards: specs.questions.get(wildcards.experiment),
-        mean_of=lambda wildcards: specs.mean_of(wildcards.experiment),
+        question=question,
+        mean_of=lambda w: specs.mean_of(w.experiment),
     message:
         "Averaging the checkpoints of experiment {wildcards.experiment}"
 
@@ -46,9 +49,9 @@ if specs.means:
 
     use rule stage as average_targets with:
         input:
-            members=lambda wildcards: [
-                f"{folder}/scores/{e}/{wildcards.checkpoint}.h5"
-                for e in specs.means[wildcards.experiment]
+            members=lambda w: [
+                f"{folder}/scores/{e}/{w.checkpoint}.h5"
+                for e in specs.means[w.experiment]
             ],
         output:
             scores="<results>/scores/{experiment}/{checkpoint}.h5",
@@ -69,11 +72,7 @@ if specs.means:
 use rule model_stage as compute_token_scores with:
     input:
         scores="<results>/scores/{experiment}.h5",
-        checkpoints=(
-            of_checkpoints("checkpoints/{c}.pt")
-            if trained
-            else [file for file, _ in own_checkpoints.values()]
-        ),
+        checkpoints=[file for file, _ in checkpoint_files.values()],
         train_paths=of_checkpoints("features/{c}/train.h5"),
         targets_paths=of_checkpoints("features/{c}/{experiment}.h5"),
         normal_matrices=of_checkpoints("normal_matrix/{c}.h5"),
@@ -86,9 +85,9 @@ use rule model_stage as compute_token_scores with:
     priority: scores_first
     params:
         code=code_of("compute_token_scores"),
-        signature=[digest for _, digest in own_checkpoints.values()],
+        signature=[signature for _, signature in checkpoint_files.values() if signature],
         spec=scores_spec,
-        question=lambda wildcards: specs.questions.get(wildcards.experiment),
+        question=question,
         study_file=config["study"],
     message:
         "Splitting scores of experiment {wildcards.experiment} by tokens and layers"
@@ -98,10 +97,9 @@ use rule stage as draw_influences with:
     input:
         scores="<results>/scores/{experiment}.h5",
         self_influence=known_self_influence,
-        token_scores=lambda wildcards: (
-            [f"{folder}/token_scores/{wildcards.experiment}.h5"]
-            if config["answers"]["tokens"]
-            and wildcards.experiment in specs.experiments
+        token_scores=lambda w: (
+            [f"{folder}/token_scores/{w.experiment}.h5"]
+            if config["answers"]["tokens"] and w.experiment in specs.experiments
             else []
         ),
     output:
@@ -117,6 +115,6 @@ use rule stage as draw_influences with:
         code=code_of("draw_influences"),
         digest=specs.study_digest,
         study_file=config["study"],
-        question=lambda wildcards: specs.questions.get(wildcards.experiment),
+        question=question,
     message:
         "Drawing the influences on experiment {wildcards.experiment}: {output.answer}"

@@ -1,4 +1,4 @@
-# Define the files and params of jobs as functions of wildcards. There are no rules in this file.
+# Define the files and params of jobs as functions of their wildcards `w`. This file has no rules.
 #
 # Snakemake compares params as a set of texts, so it would not notice if two params exchanged their
 # values. Therefore all numbers are in one spec, and no two other params can have the same value.
@@ -32,48 +32,29 @@ def own_file(path):
         return ancient(file), None
     store = get_flag_value(file, "storage_object")
     with explained():
-        return ancient(file), stored_signature(path, store, results)
+        return ancient(file), preflight.stored_signature(path, store, results)
 
 
-own_checkpoints = (
-    {} if trained else {id_: own_file(c.path) for id_, c in specs.checkpoints.items()}
+# The file and the signature of each checkpoint. Trained checkpoints have no signature.
+checkpoint_files = {
+    id_: (f"{folder}/checkpoints/{id_}.pt", None) if trained else own_file(c.path)
+    for id_, c in specs.checkpoints.items()
+}
+checkpoint_input = lambda w: checkpoint_files[w.checkpoint][0]
+checkpoint_signature = lambda w: checkpoint_files[w.checkpoint][1]
+features_spec = lambda w: specs.features(w.checkpoint, w.split).as_dict()
+scores_spec = lambda w: specs.scores(w.experiment).as_dict()
+checkpoint_scores_spec = lambda w: (
+    specs.checkpoint_scores(w.experiment, w.checkpoint).as_dict()
 )
+split_targets = lambda w: specs.experiments.get(w.split)
+split_question = lambda w: specs.questions.get(w.split)
+question = lambda w: specs.questions.get(w.experiment)
 
 
-def checkpoint_input(wildcards):
-    if trained:
-        return f"{folder}/checkpoints/{wildcards.checkpoint}.pt"
-    return own_checkpoints[wildcards.checkpoint][0]
-
-
-def checkpoint_signature(wildcards):
-    return None if trained else own_checkpoints[wildcards.checkpoint][1]
-
-
-def features_spec(wildcards):
-    return specs.features(wildcards.checkpoint, wildcards.split).as_dict()
-
-
-def checkpoint_scores_spec(wildcards):
-    return specs.checkpoint_scores(wildcards.experiment, wildcards.checkpoint).as_dict()
-
-
-def scores_spec(wildcards):
-    return specs.scores(wildcards.experiment).as_dict()
-
-
-def split_targets(wildcards):
-    return specs.experiments.get(wildcards.split)
-
-
-def selected_targets(wildcards):
+def selected_targets(w):
     """Return a list with the file of selected targets if the split has a `where` condition."""
-    is_selected = wildcards.split in specs.conditions
-    return [f"{folder}/targets/{wildcards.split}.h5"] * is_selected
-
-
-def split_question(wildcards):
-    return specs.questions.get(wildcards.split)
+    return [f"{folder}/targets/{w.split}.h5"] * (w.split in specs.conditions)
 
 
 def of_checkpoints(pattern, of=specs.checkpoints):
@@ -86,6 +67,12 @@ def of_ends(pattern):
     return of_checkpoints(pattern, specs.self_influence.ends)
 
 
+def of_shards(pattern, n):
+    """Return the files of `n` shards in a folder. Wildcards remain in the pattern of the folder."""
+    return [f"{folder}/{pattern}/{i}-of-{n}.h5" for i in range(1, n + 1)]
+
+
+# With top_k, scores are recomputed from features.
 train_features = (
     of_checkpoints("features/{c}/train.h5") if scoring["keep"] == "top_k" else []
 )
@@ -129,20 +116,5 @@ def job_mb(wildcards, attempt):
 def model_job_mb(wildcards, attempt):
     # A job for several checkpoints loads one at a time.
     name = getattr(wildcards, "checkpoint", None)
-    weights = largest_weights_mb(specs, results, name)
+    weights = preflight.largest_weights_mb(specs, results, name)
     return job_mb(wildcards, attempt) + attempt * weights
-
-
-def shard_names(n):
-    return [f"{i}-of-{n}" for i in range(1, n + 1)]
-
-
-def shards_of(wildcards):
-    shards = f"{folder}/shards/{wildcards.checkpoint}/{wildcards.split}"
-    return [f"{shards}/{i}.h5" for i in shard_names(specs.shards[wildcards.split])]
-
-
-def scores_shards(wildcards):
-    """Return the shards of average scores, which are as many as those of training features."""
-    names = shard_names(compute["shards"]) if compute["shards"] > 1 else []
-    return [f"{folder}/scores/{wildcards.experiment}/shards/{i}.h5" for i in names]

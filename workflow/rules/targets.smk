@@ -12,7 +12,7 @@ use rule model_stage as compute_outputs with:
     params:
         code=code_of("compute_outputs"),
         signature=checkpoint_signature,
-        spec=lambda wildcards: specs.outputs.under(wildcards.checkpoint).as_dict(),
+        spec=lambda w: specs.outputs.under(w.checkpoint).as_dict(),
         study_file=config["study"],
     message:
         "Computing outputs of all targets under checkpoint {wildcards.checkpoint}"
@@ -33,8 +33,8 @@ use rule stage as select_targets with:
     params:
         code=code_of("select_targets"),
         spec=specs.outputs.as_dict(),
-        where=lambda wildcards: specs.conditions[wildcards.experiment],
-        targets_digest=lambda wildcards: specs.targets_digest(wildcards.experiment),
+        where=lambda w: specs.conditions[w.experiment],
+        targets_digest=lambda w: specs.targets_digest(w.experiment),
         study_file=config["study"] if specs.has_columns else None,
     message:
         "Selecting the targets of experiment {wildcards.experiment}: {output.targets}"
