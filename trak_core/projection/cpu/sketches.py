@@ -8,19 +8,19 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-from llvmlite import ir
-from numba import njit, types
+from numba import njit
 
 from trak_core.projection.cpu.simd_lanes import (
+    INT64,
     LANES,
-    LaneArrays,
     compiled,
     fill_from_lanes,
     fill_lanes,
     fill_words,
     flush,
-    intrinsic,
+    spread,
     tiles_of,
+    vector_intrinsic,
 )
 from trak_core.settings import ProjectionKind, ProjectionSpec
 
@@ -32,27 +32,19 @@ COLUMN_SIGNS = 2**31  # the first Philox call of E_b; the calls of D_b start at 
 def _butterfly(radix):
     """Return the intrinsic that transforms ``radix`` rows of lanes, which are ``step`` apart."""
 
-    @intrinsic
-    def butterfly(_, x, first, step):
-        def generate(context, builder, signature, arguments):
-            i64 = ir.IntType(64)
-            lanes = LaneArrays(context, builder, signature, arguments)
-            positions = [
-                builder.add(arguments[1], builder.mul(arguments[2], i64(i))) for i in range(radix)
-            ]
-            rows = [lanes.load(0, position) for position in positions]
-            half = 1
-            while half < radix:
-                for i in range(radix):
-                    if not i & half:
-                        low, high = rows[i], rows[i | half]
-                        rows[i], rows[i | half] = builder.fadd(low, high), builder.fsub(low, high)
-                half *= 2
-            for row, position in zip(rows, positions, strict=True):
-                lanes.store(row, 0, position)
-            return context.get_dummy_value()
-
-        return types.void(x, first, step), generate
+    @vector_intrinsic
+    def butterfly(builder, x, first, step):
+        positions = [builder.add(first, builder.mul(step, INT64(i))) for i in range(radix)]
+        rows = [x.load(position) for position in positions]
+        half = 1
+        while half < radix:
+            for i in range(radix):
+                if not i & half:
+                    low, high = rows[i], rows[i | half]
+                    rows[i], rows[i | half] = builder.fadd(low, high), builder.fsub(low, high)
+            half *= 2
+        for row, position in zip(rows, positions, strict=True):
+            x.store(row, position)
 
     return butterfly
 
@@ -60,31 +52,17 @@ def _butterfly(radix):
 _butterfly_2, _butterfly_8 = _butterfly(2), _butterfly(8)
 
 
-@intrinsic
-def _multiply(_, x, row, sign):
+@vector_intrinsic
+def _multiply(builder, x, row, sign):
     """Multiply a row of ``x`` by a number."""
-
-    def generate(context, builder, signature, arguments):
-        lanes = LaneArrays(context, builder, signature, arguments)
-        product = builder.fmul(lanes.load(0, arguments[1]), lanes.spread(arguments[2]))
-        lanes.store(product, 0, arguments[1])
-        return context.get_dummy_value()
-
-    return types.void(x, row, sign), generate
+    x.store(builder.fmul(x.load(row), spread(builder, sign)), row)
 
 
-@intrinsic
-def _add_signed(_, sums, column, x, row, sign):
+@vector_intrinsic
+def _add_signed(builder, sums, column, x, row, sign):
     """Add a row of ``x``, multiplied by ``sign``, to the sums of ``column``."""
-
-    def generate(context, builder, signature, arguments):
-        lanes = LaneArrays(context, builder, signature, arguments)
-        product = builder.fmul(lanes.load(2, arguments[3]), lanes.spread(arguments[4]))
-        total = builder.fadd(lanes.load(0, arguments[1]), product)
-        lanes.store(total, 0, arguments[1])
-        return context.get_dummy_value()
-
-    return types.void(sums, column, x, row, sign), generate
+    product = builder.fmul(x.load(row), spread(builder, sign))
+    sums.store(builder.fadd(sums.load(column), product), column)
 
 
 @compiled
