@@ -10,8 +10,7 @@ Intrinsics generate vector instructions, because LLVM does not vectorize loops o
 
 import os
 from collections.abc import Callable, Sequence
-from functools import cache, partial
-from inspect import signature
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +145,7 @@ def vector_intrinsic(generate: Callable[..., None]) -> Callable[..., Any]:
     for each array, and LLVM's value for each number.
     """
 
+    @wraps(generate)  # Numba reads the number of arguments from the signature of ``generate``.
     def typed(_: Any, *kinds: Any) -> Any:
         def code(context: Any, builder: Any, signature: Any, values: Sequence[Any]) -> Any:
             del signature
@@ -162,7 +162,6 @@ def vector_intrinsic(generate: Callable[..., None]) -> Callable[..., Any]:
 
         return types.void(*kinds), code
 
-    typed.__signature__ = signature(generate)  # Numba reads the number of arguments from it.
     return extending.intrinsic(typed)
 
 
