@@ -65,25 +65,29 @@ def prefers_factors(n_samples: int, n_tokens: int, rows: int, columns: int, proj
 
 
 @lru_cache(maxsize=16)
-def _flat_hashes_on(spec: ProjectionSpec, device: torch.device) -> tuple[Tensor, ...]:
-    """Return each parameter's number of columns and the fields of ``Hashes``, on a device.
-
-    The tensors are int64, except the signs, which are float32.
-    """
-    assert spec.shapes is not None
-    fields = (x if x.dtype == "float32" else x.astype("int64") for x in hashes_of(spec))
-    widths = torch.tensor([n1 for _, n1 in spec.shapes])
-    return tuple(x.to(device) for x in (widths, *map(torch.from_numpy, fields)))
+def _hashes_on(spec: ProjectionSpec, device: torch.device) -> list[Tensor]:
+    """Return the fields of ``Hashes`` on a device."""
+    return [torch.from_numpy(x).to(device) for x in hashes_of(spec)]
 
 
 @lru_cache(maxsize=16)
-def hashes_on(spec: ProjectionSpec, device: torch.device) -> list[list[tuple[Tensor, Tensor]]]:
-    """Return the buckets and signs of the rows and columns of each parameter, on a device."""
-    assert spec.shapes is not None
-    _, _, _, *flat = _flat_hashes_on(spec, device)
-    sizes = [n for shape in spec.shapes for n in shape]
-    pairs = list(zip(*(x.split(sizes) for x in flat), strict=True))
-    return [pairs[i : i + 2] for i in range(0, len(pairs), 2)]
+def _pairs_on(spec: ProjectionSpec, device: torch.device) -> list[tuple[Tensor, ...]]:
+    """Return, for each parameter, buckets and signs of its rows, then those of its columns."""
+    _, shapes, _, *flat = _hashes_on(spec, device)
+    pairs = list(zip(*(x.split(shapes.flatten().tolist()) for x in flat), strict=True))
+    return [rows + columns for rows, columns in zip(pairs[::2], pairs[1::2], strict=True)]
+
+
+def entries_of_rows(
+    spec: ProjectionSpec, device: torch.device, number: int, rows: Tensor | slice
+) -> tuple[Tensor, Tensor]:
+    """Return the columns and the signs of R for all entries of some rows of a parameter.
+
+    Both have shape (*shape of ``rows``, n1), where n1 is the parameter's number of columns.
+    """
+    bucket0, sign0, bucket1, sign1 = _pairs_on(spec, device)[number]
+    columns = (bucket0[rows].unsqueeze(-1) + bucket1) % spec.proj_dim
+    return columns, sign0[rows].unsqueeze(-1) * sign1
 
 
 @lru_cache(maxsize=2)
@@ -93,17 +97,14 @@ def _entries_on(spec: ProjectionSpec, device: torch.device) -> list[tuple[Tensor
     For each parameter, both tensors have shape (runs, k, 2), with the factors a and b in the last
     dimension. A run has k consecutive entries, in different buckets. An empty bucket has sign 0.
     """
-    assert spec.shapes is not None
-    hashes, k = hashes_of(spec), spec.proj_dim
-    on_device: list[tuple[Tensor, Tensor]] = []
-    for number, shape in enumerate(spec.shapes):
-        entries = torch.zeros(-(-max(shape) // k), k, 2, dtype=torch.int32)
+    k, on_device = spec.proj_dim, []
+    for bucket0, sign0, bucket1, sign1 in _pairs_on(spec, torch.device("cpu")):
+        n0, n1 = len(bucket0), len(bucket1)
+        entries = torch.zeros(-(-max(n0, n1) // k), k, 2, dtype=torch.int32)
         signs = torch.zeros(entries.shape)
-        for side, (first, n) in enumerate(zip((0, shape[0]), shape, strict=True)):
-            buckets, own_signs = map(torch.from_numpy, hashes.of(number, side, n))
-            i = torch.arange(n)
-            at = i // k, buckets.long(), side
-            entries[at], signs[at] = (first + i).int(), own_signs
+        i, j = torch.arange(n0), torch.arange(n1)
+        entries[i // k, bucket0, 0], signs[i // k, bucket0, 0] = i.int(), sign0
+        entries[j // k, bucket1, 1], signs[j // k, bucket1, 1] = (n0 + j).int(), sign1
         on_device.append((entries.to(device), signs.to(device)))
     return on_device
 
@@ -132,12 +133,9 @@ def _fill_counts(
     a pair to equal norms.
     """
     if _has_kernels(left.device):
-        assert spec.shapes is not None
-        hashes, (rows, columns) = hashes_of(spec), spec.shapes[number]
         fill_pairs_cpu(
             *(factor.detach().float().contiguous().numpy() for factor in (left, right)),
-            *hashes.of(number, 0, rows),
-            *hashes.of(number, 1, columns),
+            *(x.numpy() for x in _pairs_on(spec, left.device)[number]),
             counts.flatten(2).numpy(),
             *((2, 1, True) if dim == 3 else (1, spec.proj_dim, False)),
         )
@@ -199,20 +197,18 @@ def _add_at(out: Tensor, columns: Tensor, values: Tensor) -> None:
 def _add_lookups(
     out: Tensor, spec: ProjectionSpec, number: int, indices: Tensor, right: Tensor
 ) -> None:
-    (bucket0, sign0), (bucket1, sign1) = hashes_on(spec, right.device)[number]
-    columns = (bucket0[indices].unsqueeze(-1) + bucket1) % spec.proj_dim
-    values = right.float() * sign1 * sign0[indices].unsqueeze(-1)
-    _add_at(out, columns.flatten(1), values.flatten(1))
+    columns, signs = entries_of_rows(spec, right.device, number, indices)
+    _add_at(out, columns.flatten(1), (right.float() * signs).flatten(1))
 
 
 def _places(
     spec: ProjectionSpec, device: torch.device, bounds: tuple[tuple[int, int], ...]
 ) -> tuple[Tensor, Tensor]:
     """Return the columns and signs of R at all coordinates in the (start, stop) of ``bounds``."""
-    widths, starts, positions, buckets, signs = _flat_hashes_on(spec, device)
+    starts, shapes, positions, buckets, signs = _hashes_on(spec, device)
     coordinates = torch.cat([torch.arange(*bound, device=device) for bound in bounds])
     numbers = torch.searchsorted(starts, coordinates, right=True) - 1
-    entries, widths = coordinates - starts[numbers], widths[numbers]
+    entries, widths = coordinates - starts[numbers], shapes[numbers, 1]
     i, j = positions[numbers, 0] + entries // widths, positions[numbers, 1] + entries % widths
     return (buckets[i] + buckets[j]) % spec.proj_dim, signs[i] * signs[j]
 

@@ -145,7 +145,7 @@ def rademacher_slice_cpu(
     """Write ``rows[:, start:stop] @ R[first : first + stop - start]`` to ``out``.
 
     ``out`` has shape (n_samples, proj_dim), float32. ``first`` is the coordinate of column
-    ``start``. ``fill_words`` describes the key.
+    ``start``. ``key`` is the result of ``key_of``.
     """
     _project_slice(rows, start, stop, first, key, holds_two_tiles(), out)
 

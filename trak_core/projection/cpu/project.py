@@ -20,7 +20,7 @@ import numpy as np
 from numba.core.registry import cpu_target
 
 from trak_core.projection.cpu.dense import normal_slice_cpu, rademacher_slice_cpu
-from trak_core.projection.cpu.simd_lanes import LANES
+from trak_core.projection.cpu.simd_lanes import LANES, key_of
 from trak_core.projection.cpu.sketches import hadamard_slice_cpu, hashes_of, tensor_sketch_slice_cpu
 from trak_core.settings import ProjectionKind, ProjectionSpec
 
@@ -118,10 +118,9 @@ def _slice_rows(blocks: Sequence[np.ndarray], start: int, stop: int) -> tuple[np
 def _kernel(spec: ProjectionSpec) -> Callable[..., None]:
     """Return the kernel as a function of rows, column range, first coordinate, and ``out``."""
     if spec.shapes is not None:
-        hashes, shapes = hashes_of(spec), np.array(spec.shapes, np.int64)
-        return lambda *rows, out: tensor_sketch_slice_cpu(*rows, *hashes, shapes, out)
-    key = np.uint32(spec.seed & 0xFFFFFFFF), np.uint32(spec.seed >> 32), np.uint32(spec.stream)
-    kernel = _KERNELS[spec.kind].call
+        hashes = hashes_of(spec)
+        return lambda *rows, out: tensor_sketch_slice_cpu(*rows, *hashes, out)
+    kernel, key = _KERNELS[spec.kind].call, key_of(spec)
     return lambda *rows, out: kernel(*rows, key, out)
 
 

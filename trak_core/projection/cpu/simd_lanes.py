@@ -19,6 +19,7 @@ from llvmlite import binding, ir
 from numba import config, extending, njit, types
 
 from trak_core.dependency_digests import code_digest
+from trak_core.settings import ProjectionSpec
 
 _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _W0, _W1 = np.uint32(0x9E3779B9), np.uint32(0xBB67AE85)
@@ -67,7 +68,7 @@ def fill_words(words, first_call, q, tag, key):
     """Write the words of the calls c0 = first_call, first_call + 1, ... with the same q < 2^56.
 
     The length of ``words``, uint32, must be a multiple of 4. ``tag`` is the kind's tag
-    (``reference.py``). ``key`` is (low half of the seed, high half, stream), all uint32.
+    (``reference.py``), and ``key`` is the result of ``key_of``.
     """
     seed_low, seed_high, stream = key
     low, high = np.uint32(q & 0xFFFFFFFF), np.uint32((q >> 32) | (tag << 24))
@@ -78,6 +79,11 @@ def fill_words(words, first_call, q, tag, key):
         words[4 * i + 1] = w1
         words[4 * i + 2] = w2
         words[4 * i + 3] = w3
+
+
+def key_of(spec: ProjectionSpec) -> tuple[np.uint32, np.uint32, np.uint32]:
+    """Return the key of ``fill_words``: the low and the high half of the seed, and the stream."""
+    return np.uint32(spec.seed & 0xFFFFFFFF), np.uint32(spec.seed >> 32), np.uint32(spec.stream)
 
 
 LANES = 8

@@ -18,6 +18,7 @@ from trak_core.projection.cpu.simd_lanes import (
     fill_lanes,
     fill_words,
     flush,
+    key_of,
     spread,
     tiles_of,
     vector_intrinsic,
@@ -131,29 +132,24 @@ class Hashes(NamedTuple):
     """
 
     starts: np.ndarray  # coordinate of each parameter's first entry, then n_params, int64
+    shapes: np.ndarray  # number of rows and columns of each parameter, shape (n_parameters, 2)
     # Index of each parameter's first row and first column in ``buckets``, shape (n_parameters, 2).
     positions: np.ndarray
-    buckets: np.ndarray  # bucket of each row and column, uint32
+    buckets: np.ndarray  # bucket of each row and column, int64
     signs: np.ndarray  # sign of each row and column, +1 or -1, float32
-
-    def of(self, number: int, axis: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return buckets and signs of a parameter's ``size`` rows (axis 0) or columns (axis 1)."""
-        first = self.positions[number, axis]
-        return self.buckets[first : first + size], self.signs[first : first + size]
 
 
 @lru_cache(maxsize=16)  # one entry for each checkpoint
 def hashes_of(spec: ProjectionSpec) -> Hashes:
     """Return the buckets and signs that ``reference.py`` defines for a tensor sketch."""
     assert spec.shapes is not None
-    key = np.uint32(spec.seed & 0xFFFFFFFF), np.uint32(spec.seed >> 32), np.uint32(spec.stream)
-    k = spec.proj_dim
-    sizes = np.array(spec.shapes, np.int64)
-    starts = np.concatenate([[0], np.cumsum(sizes.prod(axis=1))])
-    ends = np.cumsum(sizes)
-    positions = (ends - sizes.ravel()).reshape(-1, 2)
-    buckets, signs = np.empty(ends[-1], np.uint32), np.empty(ends[-1], np.float32)
-    for q, (at, n) in enumerate(zip(positions.ravel(), sizes.ravel(), strict=True)):
+    key, k = key_of(spec), spec.proj_dim
+    shapes = np.array(spec.shapes, np.int64)
+    starts = np.concatenate([[0], np.cumsum(shapes.prod(axis=1))])
+    ends = np.cumsum(shapes)
+    positions = (ends - shapes.ravel()).reshape(-1, 2)
+    buckets, signs = np.empty(ends[-1], np.int64), np.empty(ends[-1], np.float32)
+    for q, (at, n) in enumerate(zip(positions.ravel(), shapes.ravel(), strict=True)):
         n_words = -(-n // k) * k
         words = np.empty(-(-n_words // 4) * 4, np.uint32)
         fill_words(words, 0, q, _TENSOR_SKETCH, key)
@@ -165,16 +161,16 @@ def hashes_of(spec: ProjectionSpec) -> Hashes:
         fill_words(words, 2**31, q, _TENSOR_SKETCH, key)
         bits = np.unpackbits(words.view(np.uint8), bitorder="little")[:n]
         signs[at : at + n] = 1 - 2 * bits.astype(np.float32)
-    return Hashes(starts, positions, buckets, signs)
+    return Hashes(starts, shapes, positions, buckets, signs)
 
 
 @compiled
 def tensor_sketch_slice_cpu(
-    rows, start, stop, first, starts, positions, buckets, signs, shapes, out
+    rows, start, stop, first, starts, shapes, positions, buckets, signs, out
 ):
     """Compute the tensor sketch, with the arguments of ``rademacher_slice_cpu``.
 
-    Instead of the key, it takes the fields of ``Hashes`` and the parameters' shapes, (n, 2), int64.
+    Instead of the key, it takes the fields of ``Hashes``.
     """
     n_samples = len(rows)
     proj_dim = out.shape[1]
@@ -193,7 +189,7 @@ def tensor_sketch_slice_cpu(
         at = block * _BLOCK - first + start
         fill_lanes(x, rows, at, start, stop)
         for c in range(max(0, start - at), min(_BLOCK, stop - at)):
-            bucket = np.int64(buckets[i]) + np.int64(buckets[j])
+            bucket = buckets[i] + buckets[j]
             if bucket >= proj_dim:
                 bucket -= proj_dim
             sign = signs[i] * signs[j]
