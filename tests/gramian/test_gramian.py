@@ -8,7 +8,7 @@ from architectures import ARCHITECTURES
 from refused import refused
 from torch import nn
 
-from trak_core.gradients import formed_gradients, gradient_method, select_parameters
+from trak_core.gradients import choose_method, formed_gradients, select_parameters
 from trak_core.gradients.gradient_consumers import Formed
 from trak_core.gradients.gradient_methods import (
     gradients_at_once,
@@ -138,8 +138,8 @@ def test_every_architecture_goes_at_once_or_says_why_not(name, capsys):
         has_labels=False,
     )
     parameters = select_parameters(model, None)
-    method = gradient_method(model, parameters, output, inputs, reads_terms=True)
-    said = capsys.readouterr().out
+    method, notice = choose_method(model, parameters, output, inputs, reads_terms=True)
+    said = capsys.readouterr().out + (notice or "")
     if name in HIDING or name in NO_FUNCTIONS:
         assert method is (gradients_in_turn if name in HIDING else gradients_one_by_one)
         assert HIDING.get(name, "it ") in said.partition(" for this model. Reason: ")[2]

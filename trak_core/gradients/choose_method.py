@@ -44,16 +44,10 @@ _Given = tuple[nn.Module, dict[str, nn.Parameter], ModelOutput, Batch]
 
 
 def gradient_method(
-    model: nn.Module,
-    parameters: dict[str, nn.Parameter],
-    output: ModelOutput,
-    samples: Samples,
-    *,
-    reads_terms: bool = False,
+    model: nn.Module, parameters: dict[str, nn.Parameter], output: ModelOutput, samples: Samples
 ) -> GradientMethod:
     """Return the method of ``choose_method``, and print its notice."""
-    given = model, parameters, output, samples
-    method, notice = choose_method(*given, reads_terms=reads_terms)
+    method, notice = choose_method(model, parameters, output, samples)
     if notice is not None:
         print_line(f"Notice: {notice}")
     return method

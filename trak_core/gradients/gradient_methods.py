@@ -1,6 +1,7 @@
 """Compute per-sample gradients, by one backward pass for all samples or one for each sample."""
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -131,9 +132,10 @@ def gradients_at_once(
         return [values.detach(), *others]
 
     try:
-        return one_pass(keep_graph=False)
-    except GraphNeededError:
-        pass  # run again below, after the error has released the first pass's tensors
+        with suppress(GraphNeededError):
+            return one_pass(keep_graph=False)
+        # By now, the error has released the tensors of the first pass.
+        return one_pass(keep_graph=True)
     except UnreadableGraphError as error:  # raised before the consumer gets gradients
         if must:
             raise
@@ -142,7 +144,6 @@ def gradients_at_once(
             "gradients of this batch and of similar batches, one sample at a time."
         )
         return gradients_one_by_one(model, parameters, output, batch, consumer)
-    return one_pass(keep_graph=True)
 
 
 def gradients_in_turn(
@@ -160,10 +161,10 @@ def gradients_in_turn(
     has nothing to mix. The consumer still gets the gradients as factors.
     """
     batch = as_batch(samples, output)
-    columns: list[list[Tensor]] = []
-    for row in (slice(i, i + 1) for i in range(len(batch))):
-        given = model, parameters, output, batch.rows(row), consumer.of(row)
-        columns.append(gradients_at_once(*given, must=must))
+    columns = [
+        gradients_at_once(model, parameters, output, batch.rows(row), consumer.of(row), must=must)
+        for row in (slice(i, i + 1) for i in range(len(batch)))
+    ]
     return [torch.cat(column) for column in zip(*columns, strict=True)]
 
 

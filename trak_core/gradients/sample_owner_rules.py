@@ -242,8 +242,9 @@ def _batch_normed(given: RuleInput) -> Layout | None:
     return given.along(given.dim) if given.index == 0 else None
 
 
-def _pooled(given: RuleInput, n_spatial: int) -> Layout | None:
-    """The operation treats each channel of each sample separately."""
+def _pooled(given: RuleInput) -> Layout | None:
+    """The operation, such as ``MaxPool2D``, treats each channel of each sample separately."""
+    n_spatial = int(name_of(given.node).partition("D")[0][-1])
     is_channel = given.index == 0 and given.dim < len(given.output) - n_spatial
     return given.along(given.dim) if is_channel else None
 
@@ -297,16 +298,12 @@ _NAMES: dict[Rule, str] = {
     _product: "Mm Bmm",
     _layer_normed: "NativeLayerNorm FusedRmsNorm",
     _batch_normed: "NativeBatchNorm CudnnBatchNorm MiopenBatchNorm BatchNormWithUpdate",
-    partial(_pooled, n_spatial=1): (
-        "ReflectionPad1D ReplicationPad1D UpsampleLinear1D UpsampleNearest1D"
-    ),
-    partial(_pooled, n_spatial=2): (
-        "MaxPool2DWithIndices AvgPool2D AdaptiveAvgPool2D AdaptiveMaxPool2D UpsampleNearest2D "
-        "UpsampleBilinear2D UpsampleBicubic2D ReflectionPad2D ReplicationPad2D"
-    ),
-    partial(_pooled, n_spatial=3): (
-        "MaxPool3DWithIndices AvgPool3D AdaptiveAvgPool3D AdaptiveMaxPool3D "
-        "UpsampleNearest3D UpsampleTrilinear3D ReflectionPad3D ReplicationPad3D"
+    _pooled: (
+        "ReflectionPad1D ReplicationPad1D UpsampleLinear1D UpsampleNearest1D MaxPool2DWithIndices "
+        "AvgPool2D AdaptiveAvgPool2D AdaptiveMaxPool2D UpsampleNearest2D UpsampleBilinear2D "
+        "UpsampleBicubic2D ReflectionPad2D ReplicationPad2D MaxPool3DWithIndices AvgPool3D "
+        "AdaptiveAvgPool3D AdaptiveMaxPool3D UpsampleNearest3D UpsampleTrilinear3D "
+        "ReflectionPad3D ReplicationPad3D"
     ),
     _attended: (
         "ScaledDotProductFlashAttentionForCpu ScaledDotProductFlashAttention "
