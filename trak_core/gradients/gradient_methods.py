@@ -14,8 +14,8 @@ from trak_core.gradients.differentiable_model import (
     differentiating,
     memory_formats_kept_apart,
 )
-from trak_core.gradients.gradient_consumers import Formed, SampleConsumer
-from trak_core.gradients.gradient_terms import Dense
+from trak_core.gradients.gradient_consumers import Formed
+from trak_core.gradients.gradient_terms import Consumer, Dense
 from trak_core.gradients.graph import UnreadableGraphError
 from trak_core.gradients.model_inputs import Samples, as_batch
 from trak_core.gradients.one_pass import GraphNeededError, by_samples, plan_of
@@ -29,7 +29,7 @@ from trak_core.model_outputs.model_output import (
 from trak_core.runtime.progress import notice
 
 GradientMethod = Callable[
-    [nn.Module, dict[str, nn.Parameter], ModelOutput, Samples, SampleConsumer], list[Tensor]
+    [nn.Module, dict[str, nn.Parameter], ModelOutput, Samples, Consumer], list[Tensor]
 ]
 
 
@@ -93,7 +93,7 @@ def gradients_at_once(
     parameters: dict[str, nn.Parameter],
     output: ModelOutput,
     samples: Samples,
-    consumer: SampleConsumer,
+    consumer: Consumer,
     *,
     must: bool = False,
 ) -> list[Tensor]:
@@ -127,7 +127,6 @@ def gradients_at_once(
             plan = plan_of(values, list(parameters.values()), 0)
             part = consumer.empty()
             by_samples(part, values, plan, 0, keep_graph=keep_graph)
-            part.finish()
             consumer.add(part)
         return [values.detach(), *others]
 
@@ -151,7 +150,7 @@ def gradients_in_turn(
     parameters: dict[str, nn.Parameter],
     output: ModelOutput,
     samples: Samples,
-    consumer: SampleConsumer,
+    consumer: Consumer,
     *,
     must: bool = False,
 ) -> list[Tensor]:
@@ -191,7 +190,7 @@ def gradients_one_by_one(
     parameters: dict[str, nn.Parameter],
     output: ModelOutput,
     samples: Samples,
-    consumer: SampleConsumer,
+    consumer: Consumer,
 ) -> list[Tensor]:
     """Return the result of ``gradients_at_once``, up to rounding, computed by plain autograd.
 

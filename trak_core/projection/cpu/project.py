@@ -65,8 +65,8 @@ def load_compiler() -> None:
 class _Kernel:
     """The kernel of a kind, with the sizes of slices of coordinates and of shares of samples."""
 
-    # A function of rows, a range of columns, the first coordinate, the key (the fields of ``Hashes``
-    # for a tensor sketch) and the result.
+    # A function of rows, a range of columns, the first coordinate, the key (for a tensor sketch,
+    # instead of the key, the fields of ``Hashes``) and the result.
     call: Callable[..., None]
     length: int  # number of coordinates in a slice, which is enough work for a thread
     # Smallest number of samples in a share. Each share computes R again, so small shares are slow.
