@@ -154,25 +154,17 @@ def watch_rows(gradients: Sequence[Tensor | None], watcher: Watcher, n_rows: int
     """Call the watcher with all ``n_rows`` rows of each gradient. ``backward`` must be running."""
     if n_rows == 1:
         watcher([None if gradient is None else gradient.unsqueeze(0) for gradient in gradients])
-        return
-    present = [gradient for gradient in gradients if gradient is not None]
-    if not present:
-        return
-
-    def watch(tensors: list[Tensor]) -> None:
-        remaining = iter(tensors)
-        watcher([None if gradient is None else next(remaining) for gradient in gradients])
-
-    _SeenThroughVmap.apply(watch, *present)
+    elif any(gradient is not None for gradient in gradients):
+        _SeenThroughVmap.apply(watcher, *gradients)
 
 
 class _SeenThroughVmap(torch.autograd.Function):
-    """A function with a batching rule, which calls ``watch`` with vmap's batched tensors."""
+    """A function with a batching rule, which calls the watcher with vmap's batched tensors."""
 
     @staticmethod
-    def forward(watch: Callable[[list[Tensor]], None], *tensors: Tensor) -> Tensor:
-        watch([tensor.unsqueeze(0) for tensor in tensors])
-        return tensors[0].new_zeros(())
+    def forward(watcher: Watcher, *gradients: Tensor | None) -> Tensor:
+        watch_rows(gradients, watcher, 1)
+        return torch.zeros(())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -180,13 +172,14 @@ class _SeenThroughVmap(torch.autograd.Function):
 
     @staticmethod
     def vmap(  # pyright: ignore[reportIncompatibleMethodOverride]
-        info: Any, in_dims: tuple[int | None, ...], watch: Callable[..., None], *tensors: Tensor
+        info: Any, in_dims: tuple[int | None, ...], watcher: Watcher, *gradients: Tensor | None
     ) -> tuple[Tensor, None]:
-        watch([
-            tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-            for tensor, dim in zip(tensors, in_dims[1:], strict=True)
-        ])
-        return tensors[0].new_zeros(()), None
+        def rows(x: Tensor, dim: int | None) -> Tensor:
+            return x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+        pairs = zip(gradients, in_dims[1:], strict=True)
+        watcher([None if x is None else rows(x, dim) for x, dim in pairs])
+        return torch.zeros(()), None
 
 
 @contextmanager
