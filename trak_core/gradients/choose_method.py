@@ -156,11 +156,8 @@ def _difference_in_float64(given: _Given, method: GradientMethod) -> tuple[float
 def _digest(given: _Given, method: GradientMethod) -> Digest:
     _, parameters, _, pair = given
     digest = Digest.zeros(parameters, len(pair))
-    if method is gradients_one_by_one:
-        method(*given, digest)
-    else:
-        strict = gradients_at_once if method is gradients_at_once else gradients_in_turn
-        strict(*given, digest, must=True)
+    strict = {} if method is gradients_one_by_one else {"must": True}
+    method(*given, digest, **strict)
     return digest
 
 
