@@ -18,7 +18,7 @@ from trak_core.gradients.gradient_consumers import Formed
 from trak_core.gradients.gradient_terms import Consumer, Dense
 from trak_core.gradients.graph import UnreadableGraphError
 from trak_core.gradients.model_inputs import Samples, as_batch
-from trak_core.gradients.one_pass import GraphNeededError, by_samples, plan_of
+from trak_core.gradients.one_pass import GraphNeededError, by_samples
 from trak_core.model_outputs.model_output import (
     ModelOutput,
     OfValue,
@@ -124,9 +124,8 @@ def gradients_at_once(
         del outputs, given
         check_graph(values)
         with torch.no_grad(), memory_formats_kept_apart(values):
-            plan = plan_of(values, list(parameters.values()), 0)
             part = consumer.empty()
-            by_samples(part, values, plan, 0, keep_graph=keep_graph)
+            by_samples(part, values, list(parameters.values()), 0, keep_graph=keep_graph)
             consumer.add(part)
         return [values.detach(), *others]
 

@@ -269,19 +269,20 @@ def plan_of(output: Tensor, parameters: Sequence[Tensor], dim: int) -> Plan:
 
 
 def by_samples(
-    consumer: Consumer, output: Tensor, plan: Plan, dim: int, *, keep_graph: bool
+    consumer: Consumer, output: Tensor, parameters: Sequence[Tensor], dim: int, *, keep_graph: bool
 ) -> None:
     """Compute per-sample gradients by one backward pass, and pass them to the consumer.
 
     Let f_{c,i} be the entries of ``output``, where the sample i is the index along ``dim``, and c
     is the index along all other dimensions. For each c, the gradient of sum_i f_{c,i} is
-    propagated. Rows are ordered by c, then i. The plan must be the result of ``plan_of`` for the
-    same output and dimension.
+    propagated. Rows are ordered by c, then i. The errors of ``plan_of`` are raised before the
+    consumer gets gradients.
 
     Without ``keep_graph``, saved tensors are freed during the pass, unless an operation without a
     closed form is known to need them. If an operation turns out to need freed tensors, a
     ``GraphNeededError`` is raised. By then, the consumer has processed some of the gradients.
     """
+    plan = plan_of(output, parameters, dim)
     others = [size for i, size in enumerate(output.shape) if i != dim]
     n_samples = output.shape[dim]
     n_each = output.numel() // n_samples

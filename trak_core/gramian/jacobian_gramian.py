@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from trak_core.errors import InputError, is_out_of_memory
 from trak_core.gradients.gradient_terms import Consumer, Contribution, add_product, summed_parts
 from trak_core.gradients.graph import UnreadableGraphError
-from trak_core.gradients.one_pass import by_rows, by_samples, plan_of
+from trak_core.gradients.one_pass import by_rows, by_samples
 from trak_core.gradients.sample_owner_rules import MixedSamplesError
 
 
@@ -116,8 +116,7 @@ def _by_samples(output: Tensor, parameters: Sequence[Tensor], batch_dim: int) ->
     dim = batch_dim % output.ndim
     gramian = output.new_zeros(output.numel(), output.numel())
     try:
-        plan = plan_of(output, parameters, dim)
-        by_samples(_Products(gramian), output, plan, dim, keep_graph=True)
+        by_samples(_Products(gramian), output, parameters, dim, keep_graph=True)
     except MixedSamplesError:
         raise InputError(
             "Samples must be independent. Found batch normalization over samples, in training mode "
