@@ -61,14 +61,9 @@ def choose_method(
     *,
     reads_terms: bool = False,
 ) -> tuple[GradientMethod, str | None]:
-    """Choose the fastest method that computes the gradients of autograd for two samples.
+    """Choose the fastest method that computes the gradients of autograd for the first two samples.
 
-    Args:
-        model: A model in any mode.
-        parameters: The parameters to differentiate.
-        output: The model output f.
-        samples: One or more samples. The first two are differentiated.
-        reads_terms: Whether the consumer needs the gradients as factors.
+    ``reads_terms`` says whether the consumer needs the gradients as factors.
 
     Returns:
         The method, and a notice that explains the choice, or None. Usually, the method is

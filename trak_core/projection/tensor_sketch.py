@@ -123,27 +123,27 @@ def _pieces_on(device: torch.device) -> tuple[int, int]:
 
 
 def _fill_counts(
-    spec: ProjectionSpec, number: int, left: Tensor, right: Tensor, counts: Tensor, dim: int
+    spec: ProjectionSpec, number: int, left: Tensor, right: Tensor, counts: Tensor, is_complex: bool
 ) -> None:
     """Write the count sketches x and y of pairs of rows a and b to ``counts``, float32.
 
     Rows a are ``left``, shape (b, tokens, n0), and rows b are ``right``, shape (b, tokens, n1).
-    ``counts`` is contiguous. Its shape is (tokens, b, k, 2) for complex numbers x + i y if ``dim``
-    is 3, and (tokens, b, 2, k) if ``dim`` is 2. If ``dim`` is 3, a CPU first scales the two rows of
-    a pair to equal norms.
+    ``counts`` is contiguous. Its shape is (tokens, b, k, 2) for complex numbers x + i y if
+    ``is_complex``, and (tokens, b, 2, k) otherwise. For complex numbers, a CPU first scales the two
+    rows of a pair to equal norms.
     """
     if _has_kernels(left.device):
         fill_pairs_cpu(
             *(factor.detach().float().contiguous().numpy() for factor in (left, right)),
             *(x.numpy() for x in _pairs_on(spec, left.device)[number]),
             counts.flatten(2).numpy(),
-            *((2, 1, True) if dim == 3 else (1, spec.proj_dim, False)),
+            is_complex,
         )
         return
     entries, signs = _entries_on(spec, left.device)[number]
     picked = torch.cat([left, right], dim=2).index_select(2, entries.flatten())
     picked = picked.view(*picked.shape[:2], *entries.shape).transpose(0, 1)
-    into = counts if dim == 3 else counts.mT
+    into = counts if is_complex else counts.mT
     if len(entries) == 1:
         torch.mul(picked[:, :, 0], signs[0], out=into)
     else:
@@ -276,7 +276,7 @@ class OuterProducts:
             if self._n_held + n_tokens > len(self._held):
                 self._add_held()
             start, self._n_held = self._n_held, self._n_held + n_tokens
-            _fill_counts(self.spec, number, left, right, self._held[start : self._n_held], 3)
+            _fill_counts(self.spec, number, left, right, self._held[start : self._n_held], True)
             return
         for samples, tokens in _pieces(left, most // runs):
             a, b = left[samples, tokens], right[samples, tokens]
@@ -284,7 +284,7 @@ class OuterProducts:
                 scales = _balancing_scales(a, b)
                 a, b = a * scales[0], b * scales[1]
             counts = self.rows.new_empty(a.shape[1], a.shape[0], k, 2)
-            _fill_counts(self.spec, number, a, b, counts, 3)
+            _fill_counts(self.spec, number, a, b, counts, True)
             _add_transforms(counts, self.spectrum[samples])
 
     def _add_held(self) -> None:
@@ -370,7 +370,7 @@ class Contractions:
         for rows, tokens in _pieces(left, 2 * _PIECE // k):
             a, b = (factor[rows, tokens].flatten(0, 1) for factor in (left, right))
             counts = self.vectors.new_empty(len(a), 1, 2, k)
-            _fill_counts(self.spec, number, a[None], b[None], counts, 2)
+            _fill_counts(self.spec, number, a[None], b[None], counts, False)
             x, y = torch.fft.rfft(counts).squeeze(1).unbind(1)
             spectra = torch.view_as_real(x.mul_(y)).flatten(1).chunk(len(pairs_of[rows]))
             for pairs, spectrum in zip(pairs_of[rows], spectra, strict=True):

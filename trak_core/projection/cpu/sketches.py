@@ -219,18 +219,19 @@ def _norm(numbers):
 
 
 @compiled
-def fill_pairs_cpu(left, right, bucket0, sign0, bucket1, sign1, out, step, second, is_balanced):
+def fill_pairs_cpu(left, right, bucket0, sign0, bucket1, sign1, out, is_complex):
     """Write the count sketches of both factors of each token to ``out``, shape (tokens, b, 2 k).
 
-    The factors have shapes (b, tokens, n0) and (b, tokens, n1). Entry i of the sketch of ``left``
-    is ``out[..., step * i]``, and entry i of the sketch of ``right`` is
-    ``out[..., step * i + second]``. All numbers are float32. If ``is_balanced``, the two factors of
-    each token are first scaled to equal norms. If one factor is 0, both are multiplied by 0.
+    The factors have shapes (b, tokens, n0) and (b, tokens, n1). All numbers are float32. The sketch
+    of ``left`` comes first, then that of ``right``. If ``is_complex``, they alternate, and the two
+    factors of each token are first scaled to equal norms. If one factor is 0, both are multiplied
+    by 0.
     """
+    step, second = (2, 1) if is_complex else (1, out.shape[2] // 2)
     scale0 = scale1 = np.float32(1)
     for b in range(len(left)):
         for t in range(left.shape[1]):
-            if is_balanced:
+            if is_complex:
                 norm0, norm1 = _norm(left[b, t]), _norm(right[b, t])
                 scale0 = scale1 = np.float32(0)  # 0 times NaN or infinity is NaN
                 if norm0 > 0 and norm1 > 0:
