@@ -93,7 +93,7 @@ _VECTOR = ir.VectorType(ir.FloatType(), LANES)
 
 
 class LaneArray:
-    """Read and write rows of lanes in an intrinsic's array argument, which is float32."""
+    """Read and write an intrinsic's array argument. Rows of lanes are float32."""
 
     def __init__(self, context: Any, builder: Any, kind: types.Array, value: Any):
         """Store what numba passes to a code generator, with the argument's type and value."""
@@ -155,15 +155,11 @@ def vector_intrinsic(generate: Callable[..., None]) -> Callable[..., Any]:
     def typed(_: Any, *kinds: Any) -> Any:
         def code(context: Any, builder: Any, signature: Any, values: Sequence[Any]) -> Any:
             del signature
-            generate(
-                builder,
-                *(
-                    LaneArray(context, builder, kind, value)
-                    if isinstance(kind, types.Array)
-                    else value
-                    for kind, value in zip(kinds, values, strict=True)
-                ),
+            arguments = (
+                LaneArray(context, builder, kind, value) if isinstance(kind, types.Array) else value
+                for kind, value in zip(kinds, values, strict=True)
             )
+            generate(builder, *arguments)
             return context.get_dummy_value()
 
         return types.void(*kinds), code
