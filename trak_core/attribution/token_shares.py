@@ -62,7 +62,7 @@ class Directions:
         self._vectors, self._projection = vectors, projection
         self._scales = {id(parameters[name]): scale for name, scale in (scales or {}).items()}
         of_matrices = projection.kind.about.of_matrices
-        self._contractions = Contractions.of(projection, vectors) if of_matrices else None
+        self._contractions = Contractions(projection, vectors) if of_matrices else None
         self._offsets: dict[int, int] = {}
         offset = 0
         for parameter in parameters.values():

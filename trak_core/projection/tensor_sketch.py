@@ -21,10 +21,8 @@ Source: Pham and Pagh, "Fast and scalable polynomial kernels via explicit featur
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from math import log2
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -306,7 +304,6 @@ class OuterProducts:
         return self.rows + (torch.fft.ifft(self.spectrum).imag / 2).float()
 
 
-@dataclass(frozen=True, slots=True)
 class Contractions:
     """Inner products of vectors with the sketches of single outer products.
 
@@ -321,18 +318,14 @@ class Contractions:
             product, shape (m, 2 (k // 2 + 1)), float32.
     """
 
-    spec: ProjectionSpec
-    vectors: Tensor
-    spectra: Tensor
-
-    @classmethod
-    def of(cls, spec: ProjectionSpec, vectors: Tensor) -> Self:
-        """Transform vectors of shape (m, k), and return the contractions with them."""
+    def __init__(self, spec: ProjectionSpec, vectors: Tensor):
+        """Transform the vectors."""
         k = spec.proj_dim
         spectra = torch.view_as_real(torch.fft.rfft(vectors.double())) * (2 / k)
         # Frequencies 0 and k / 2 have no conjugate partner, so they count once instead of twice.
         spectra[:, :: k // 2 if k % 2 == 0 else k] /= 2
-        return cls(spec, vectors, spectra.flatten(1).float())
+        self.spec, self.vectors = spec, vectors
+        self.spectra = spectra.flatten(1).float()
 
     def prefers_factors(self, n_samples: int, n_pairs: int, n_tokens: int, number: int) -> bool:
         """Return whether it is cheaper to sketch tokens than to multiply their factors by each R v.
