@@ -247,8 +247,8 @@ def transposed(contribution: Contribution, shape: tuple[int, ...]) -> Contributi
 class Consumer(ABC):
     """A consumer of the gradients of a batch, which adds results to the tensors ``totals``.
 
-    The first dimension of ``totals`` indexes the samples. A gradient method passes the gradients of
-    one parameter after another, in any order, to ``take``, and calls ``finish`` at the end.
+    A gradient method passes the gradients of one parameter after another, in any order, to
+    ``take``, and calls ``finish`` at the end.
     """
 
     in_order: ClassVar[bool] = True  # whether the order of a parameter's entries matters
@@ -272,7 +272,10 @@ class Consumer(ABC):
         return  # By default, no gradient is buffered.
 
     def of(self, samples: slice) -> Self:
-        """Return a consumer for some of the samples, which adds to the same tensors."""
+        """Return a consumer for some of the samples, which adds to the same tensors.
+
+        By default, the first dimension of ``totals`` must index the samples.
+        """
         return self._beginning([total[samples] for total in self.totals])
 
     def empty(self) -> Self:
