@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trak_core.attribution.deferred_logits import MarginsOfTokens
-from trak_core.attribution.token_shares import Directions, Pairs, Shares
+from trak_core.attribution.token_scores import Directions, Pairs, Shares
 from trak_core.gradients import (
     gradient_method,
     gradients_at_once,
@@ -119,7 +119,7 @@ def test_shares_are_those_of_copies(make, kind, scaled, proj_dim, monkeypatch):
     torch.manual_seed(0)
     monkeypatch.setattr(Contractions, "prefers_factors", lambda *_: True)
     if kind == "hadamard":  # directions are held for few parameters, else computed in parts
-        monkeypatch.setattr("trak_core.attribution.token_shares.PIECE", 300)
+        monkeypatch.setattr("trak_core.attribution.token_scores.PIECE", 300)
     # Factors of some texts at a time, or of some tokens of a text.
     most = N_TOKENS if proj_dim == 32 else 3
     monkeypatch.setattr("trak_core.projection.tensor_sketch._PIECE", 2 * proj_dim * most)
@@ -256,7 +256,7 @@ def test_a_sample_without_pairs_has_no_shares():
 
 def test_held_directions_are_no_more_than_a_piece(monkeypatch):
     """Layers of one size are held as far as they fit."""
-    monkeypatch.setattr("trak_core.attribution.token_shares.PIECE", 100)
+    monkeypatch.setattr("trak_core.attribution.token_scores.PIECE", 100)
     parameters = dict(nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))).named_parameters())
     directions = Directions(parameters, spec_of(parameters), torch.randn(2, 32))
     for parameter in parameters.values():
