@@ -37,7 +37,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Self
 
 # Each side has one thread. This must be set before the imports that follow.
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -72,7 +71,7 @@ from trak_core.gradients import (
     gradients_one_by_one,
     select_parameters,
 )
-from trak_core.gradients.gradient_terms import Contribution
+from trak_core.gradients.gradient_terms import Consumer, Contribution
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.model_outputs.supervised import CLASSIFICATION
@@ -203,28 +202,13 @@ def ours(
     return sums.scaled()
 
 
-class Nobody:
+class Nobody(Consumer):
     """A consumer that discards all gradients."""
 
-    in_order: ClassVar[bool] = True
-    reads_terms: ClassVar[bool] = False
+    totals = ()
 
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
         """Discard the gradients, without computing factored ones in full."""
-
-    def finish(self) -> None:
-        """Do nothing, because no gradient is buffered."""
-
-    def of(self, samples: slice) -> Self:
-        """Return this consumer, which treats all samples alike."""
-        return self
-
-    def empty(self) -> Self:
-        """Return this consumer, which stores nothing."""
-        return self
-
-    def add(self, other: Self) -> None:
-        """Do nothing, because there is nothing to add."""
 
 
 def by_vmap(case: Case, kind: str) -> Tensor:

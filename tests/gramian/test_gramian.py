@@ -8,14 +8,14 @@ from architectures import ARCHITECTURES
 from refused import refused
 from torch import nn
 
-from trak_core.gradients import formed_gradients, gradient_method, select_parameters
+from trak_core.gradients import choose_method, formed_gradients, select_parameters
 from trak_core.gradients.gradient_consumers import Formed
 from trak_core.gradients.gradient_methods import (
     gradients_at_once,
     gradients_in_turn,
     gradients_one_by_one,
 )
-from trak_core.gradients.one_pass import GraphNeededError, by_samples, plan_of
+from trak_core.gradients.one_pass import GraphNeededError, by_samples
 from trak_core.gramian import Engine
 from trak_core.model_outputs.model_output import ModelOutput
 
@@ -102,11 +102,10 @@ def test_one_pass_gives_every_samples_gradients(name, monkeypatch):
     scale = max(float(rows.abs().max()) for rows in expected)
     for keep_graph, piece in ((True, 2**22), (False, 7)):
         monkeypatch.setattr("trak_core.gradients.gradient_terms.PIECE", piece)
-        plan = plan_of(output, list(parameters.values()), 0)
         formed = Formed.zeros(parameters, len(output))
         try:
             with torch.no_grad():
-                by_samples(formed, output, plan, 0, keep_graph=keep_graph)
+                by_samples(formed, output, list(parameters.values()), 0, keep_graph=keep_graph)
         except GraphNeededError:
             assert not keep_graph
             assert name in GRAPH_NEEDED
@@ -138,8 +137,8 @@ def test_every_architecture_goes_at_once_or_says_why_not(name, capsys):
         has_labels=False,
     )
     parameters = select_parameters(model, None)
-    method = gradient_method(model, parameters, output, inputs, reads_terms=True)
-    said = capsys.readouterr().out
+    method, notice = choose_method(model, parameters, output, inputs, reads_terms=True)
+    said = capsys.readouterr().out + (notice or "")
     if name in HIDING or name in NO_FUNCTIONS:
         assert method is (gradients_in_turn if name in HIDING else gradients_one_by_one)
         assert HIDING.get(name, "it ") in said.partition(" for this model. Reason: ")[2]

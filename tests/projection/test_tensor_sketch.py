@@ -103,10 +103,10 @@ def test_pairs_are_counted_by_torch_as_by_the_kernels(monkeypatch):
         counted = [torch.empty(5, 2, 2, 64) for _ in range(2)]
         for has_kernels, counts in zip((True, False), counted, strict=True):
             monkeypatch.setattr(tensor_sketch, "_has_kernels", lambda _, has=has_kernels: has)
-            _fill_counts(spec, number, a, b, counts, 2)
+            _fill_counts(spec, number, a, b, counts, False)
         assert torch.equal(*counted)
         together = torch.empty(5, 2, 64, 2)
-        _fill_counts(spec, number, a, b, together, 3)
+        _fill_counts(spec, number, a, b, together, True)
         assert torch.equal(together, counted[0].mT)
 
 

@@ -1,10 +1,8 @@
 """Compute features by projecting per-sample gradients in parts, during the backward pass."""
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Self
 
 import numpy as np
 import torch
@@ -13,7 +11,14 @@ from torch import Tensor, nn
 from trak_core.artifacts import scaled_integers
 from trak_core.errors import InputError, listed
 from trak_core.gradients import Batch, GradientMethod, explain_not_finite
-from trak_core.gradients.gradient_terms import Contribution, Lookup, Outer, piece_on, summed_parts
+from trak_core.gradients.gradient_terms import (
+    Consumer,
+    Contribution,
+    Lookup,
+    Outer,
+    piece_on,
+    summed_parts,
+)
 from trak_core.gradients.margins_in_pieces import MarginFactors
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.projection import OuterProducts, add_projection, add_rows, prefers_factors
@@ -28,22 +33,18 @@ _MOST_LOST = {"float16": 1e-3, "int8": 2e-2}
 _JOINED = 2**18
 
 
-class Features:
+class Features(Consumer):
     """A consumer of gradients x that computes x R, where R is the projection matrix.
 
-    A gradient method passes the gradients of each parameter, for all samples of a batch, to
-    ``take``, and calls ``finish`` at the end. The coordinates of x are the entries of all
-    parameters, row-major, in the order of the parameters. Several small parts of gradients are
-    projected in one call. A tensor sketch is computed from the factors of gradients if that is
-    cheaper and there are no ``scales``, which multiply gradients, by parameter name.
+    The coordinates of x are the entries of all parameters, row-major, in the order of the
+    parameters. Several small parts of gradients are projected in one call. A tensor sketch is
+    computed from the factors of gradients if that is cheaper and there are no ``scales``, which
+    multiply gradients, by parameter name.
 
     Attributes:
         rows: x R, shape (batch, proj_dim), float32, unscaled. Sums are complete after ``finish``.
         products: For a tensor sketch, the sum of sketches of factors. Otherwise None.
     """
-
-    in_order: ClassVar[bool] = True
-    reads_terms: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -64,15 +65,14 @@ class Features:
             self._numbers[id(parameter)] = offset, number
             offset += parameter.numel()
         device = next(iter(parameters.values())).device
-        self._begin(torch.zeros(n_samples, projection.proj_dim, device=device))
+        self.begin([torch.zeros(n_samples, projection.proj_dim, device=device)])
 
-    def _begin(self, rows: Tensor) -> None:
-        """Set the rows to which projections are added."""
-        of_matrices = self._projection.kind.about.of_matrices
-        self.rows = rows
-        self.products = (
-            OuterProducts(self._projection, len(rows), rows.device) if of_matrices else None
-        )
+    def begin(self, totals: Sequence[Tensor]) -> None:
+        super().begin(totals)
+        (self.rows,) = totals
+        self.products = None
+        if self._projection.kind.about.of_matrices:
+            self.products = OuterProducts(self._projection, len(self.rows), self.rows.device)
         # Collected parts by their first coordinate, and their total number of entries.
         self._held: dict[int, Tensor] = {}
         self._n_held = 0
@@ -135,20 +135,6 @@ class Features:
         if self.products is not None:
             self.rows += self.products.total()
         self.products = None
-
-    def of(self, samples: slice) -> Self:
-        other = copy.copy(self)
-        other._begin(self.rows[samples])
-        return other
-
-    def empty(self) -> Self:
-        other = copy.copy(self)
-        other._begin(torch.zeros_like(self.rows))
-        return other
-
-    def add(self, other: Self) -> None:
-        other.finish()
-        self.rows += other.rows
 
     def scaled(self) -> Tensor:
         """Return the features phi_x = scale * x R, for which E<phi_x, phi_y> = <x, y>."""

@@ -1,10 +1,9 @@
 """Split the scores of pairs of texts by the tokens of either text, and by parameters."""
 
-import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Self
 
 import numpy as np
 import pandas as pd
@@ -19,6 +18,7 @@ from trak_core.attribution.write_features import projection_for
 from trak_core.gradients import Batch, in_chunks
 from trak_core.gradients.gradient_terms import (
     PIECE,
+    Consumer,
     Contribution,
     Dense,
     Lookup,
@@ -217,7 +217,7 @@ class Directions:
         self._vectors, self._projection = vectors, projection
         self._scales = {id(parameters[name]): scale for name, scale in (scales or {}).items()}
         of_matrices = projection.kind.about.of_matrices
-        self._contractions = Contractions.of(projection, vectors) if of_matrices else None
+        self._contractions = Contractions(projection, vectors) if of_matrices else None
         self._offsets: dict[int, int] = {}
         offset = 0
         for parameter in parameters.values():
@@ -247,7 +247,7 @@ class Directions:
         return directions if scale is None else directions * scale.flatten()
 
 
-class Shares:
+class Shares(Consumer):
     """A consumer of gradients that sums <x, R v> for pairs of a gradient x and a vector v.
 
     The gradient of a weight is sum_t a_t b_t^T over tokens t, and is never formed. With the
@@ -261,8 +261,7 @@ class Shares:
         by_parameter: Shape (pairs, parameters), float64, with the same sums of rows.
     """
 
-    in_order: ClassVar[bool] = True
-    reads_terms: ClassVar[bool] = True
+    reads_terms = True
 
     def __init__(
         self,
@@ -274,7 +273,8 @@ class Shares:
         self._directions, self._n_tokens = directions, n_tokens
         shapes = (len(pairs.samples), n_tokens + 1), (len(pairs.samples), len(parameters))
         device = pairs.samples.device
-        self._begin(pairs, *(torch.zeros(s, dtype=torch.float64, device=device) for s in shapes))
+        self._set_pairs(pairs)
+        self.begin([torch.zeros(s, dtype=torch.float64, device=device) for s in shapes])
         # The index of each parameter among all parameters and among those that are not empty.
         self._numbers: dict[int, tuple[int, int]] = {}
         matrix = 0
@@ -282,11 +282,13 @@ class Shares:
             self._numbers[id(parameter)] = number, matrix
             matrix += parameter.numel() > 0
 
-    def _begin(self, pairs: Pairs, by_token: Tensor, by_parameter: Tensor) -> None:
-        """Set the pairs, and the tensors to which their shares are added."""
+    def _set_pairs(self, pairs: Pairs) -> None:
         self._pairs, self._groups = pairs, pairs.groups()
         self._distinct = pairs.vectors.unique(return_inverse=True)
-        self.by_token, self.by_parameter = by_token, by_parameter
+
+    def begin(self, totals: Sequence[Tensor]) -> None:
+        super().begin(totals)
+        self.by_token, self.by_parameter = totals
 
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
         if not parameter.numel() or not self._groups:
@@ -384,22 +386,11 @@ class Shares:
     def of(self, samples: slice) -> Self:
         ends = self._pairs.samples.new_tensor([samples.start, samples.stop])
         rows = slice(*torch.searchsorted(self._pairs.samples, ends).tolist())
-        pairs = Pairs(self._pairs.samples[rows] - samples.start, self._pairs.vectors[rows])
-        other = copy.copy(self)
-        other._begin(pairs, self.by_token[rows], self.by_parameter[rows])
+        other = super().of(rows)
+        other._set_pairs(
+            Pairs(self._pairs.samples[rows] - samples.start, self._pairs.vectors[rows])
+        )
         return other
-
-    def empty(self) -> Self:
-        other, totals = copy.copy(self), (self.by_token, self.by_parameter)
-        other._begin(self._pairs, *map(torch.zeros_like, totals))
-        return other
-
-    def add(self, other: Self) -> None:
-        self.by_token += other.by_token
-        self.by_parameter += other.by_parameter
-
-    def finish(self) -> None:
-        """Do nothing, because ``take`` has already added all terms."""
 
 
 def _of_terms(terms: Tensor, entry: int = 0) -> _Inner:

@@ -101,11 +101,7 @@ def make_plan(
     graph: Graph, root: tuple[Node, int], layout: Layout, parameters: Sequence[Tensor]
 ) -> Plan:
     """Return the plan of a backward pass from output ``root``, which has the given layout."""
-    is_fixed = True
-    if layout.n_samples > 1:
-        layouts, is_fixed = _layouts(graph, root, layout)
-    else:
-        layouts = _layouts_of_one_sample(graph, root, layout)
+    layouts, is_fixed = _layouts(graph, root, layout)
     below = [edge for node in graph.order if node not in layouts for edge in graph.edges[node]]
     crossings = [edge for node in layouts for edge in graph.edges[node] if edge.node not in layouts]
     region_of = _regions(below, crossings, graph)
@@ -125,25 +121,15 @@ def make_plan(
     return Plan(crossed, dict(by_node), regions, inner, last, parameters, is_fixed)
 
 
-def _layouts_of_one_sample(
-    graph: Graph, root: tuple[Node, int], layout: Layout
-) -> dict[Node, dict[int, Layout]]:
-    """Return the layouts for one sample. All nodes are split, except parameters and their views."""
-    used: dict[Node, dict[int, Layout]] = defaultdict(dict, {root[0]: {root[1]: layout}})
-    moved = set(graph.parameters)
-    for node in reversed(graph.order):
-        edges = graph.edges[node]
-        if name_of(node) in MOVES and {edge.node for edge in edges} <= moved:
-            moved.add(node)
-        for edge in edges:
-            used[edge.node][edge.number] = layout
-    return {node: used[node] for node in graph.order if node not in moved}
-
-
 def _layouts(
     graph: Graph, root: tuple[Node, int], layout: Layout
 ) -> tuple[dict[Node, dict[int, Layout]], bool]:
     """Return the layouts of split nodes' outputs, and whether no saved value determines them."""
+    shared, is_one_sample = set(graph.parameters), layout.n_samples == 1
+    if is_one_sample:  # All nodes are split, except parameters and their views.
+        for node in reversed(graph.order):
+            if name_of(node) in MOVES and {edge.node for edge in graph.edges[node]} <= shared:
+                shared.add(node)
     layouts: dict[Node, dict[int, Layout | None]] = defaultdict(dict)
     layouts[root[0]][root[1]] = layout
     all_fixed = True
@@ -153,10 +139,13 @@ def _layouts(
         known = {number: layout for number, layout in outputs.items() if layout is not None}
         edges = graph.edges[node]
         answers: list[Layout | None] = [None] * len(edges)
-        if len(known) == len(outputs) > 0 and node not in graph.parameters:
+        if len(known) == len(outputs) > 0 and node not in shared:
             split[node] = known
-            answers, is_fixed = input_layouts(edges, known)
-            all_fixed &= is_fixed
+            if is_one_sample:
+                answers = [layout] * len(edges)
+            else:
+                answers, is_fixed = input_layouts(edges, known)
+                all_fixed &= is_fixed
         for edge, answer in zip(edges, answers, strict=True):
             of_node = layouts[edge.node]
             if edge.number in of_node:

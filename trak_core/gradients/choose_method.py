@@ -44,16 +44,10 @@ _Given = tuple[nn.Module, dict[str, nn.Parameter], ModelOutput, Batch]
 
 
 def gradient_method(
-    model: nn.Module,
-    parameters: dict[str, nn.Parameter],
-    output: ModelOutput,
-    samples: Samples,
-    *,
-    reads_terms: bool = False,
+    model: nn.Module, parameters: dict[str, nn.Parameter], output: ModelOutput, samples: Samples
 ) -> GradientMethod:
     """Return the method of ``choose_method``, and print its notice."""
-    given = model, parameters, output, samples
-    method, notice = choose_method(*given, reads_terms=reads_terms)
+    method, notice = choose_method(model, parameters, output, samples)
     if notice is not None:
         print_line(f"Notice: {notice}")
     return method
@@ -67,14 +61,9 @@ def choose_method(
     *,
     reads_terms: bool = False,
 ) -> tuple[GradientMethod, str | None]:
-    """Choose the fastest method that computes the gradients of autograd for two samples.
+    """Choose the fastest method that computes the gradients of autograd for the first two samples.
 
-    Args:
-        model: A model in any mode.
-        parameters: The parameters to differentiate.
-        output: The model output f.
-        samples: One or more samples. The first two are differentiated.
-        reads_terms: Whether the consumer needs the gradients as factors.
+    ``reads_terms`` says whether the consumer needs the gradients as factors.
 
     Returns:
         The method, and a notice that explains the choice, or None. Usually, the method is
@@ -162,11 +151,8 @@ def _difference_in_float64(given: _Given, method: GradientMethod) -> tuple[float
 def _digest(given: _Given, method: GradientMethod) -> Digest:
     _, parameters, _, pair = given
     digest = Digest.zeros(parameters, len(pair))
-    if method is gradients_one_by_one:
-        method(*given, digest)
-    else:
-        strict = gradients_at_once if method is gradients_at_once else gradients_in_turn
-        strict(*given, digest, must=True)
+    strict = {} if method is gradients_one_by_one else {"must": True}
+    method(*given, digest, **strict)
     return digest
 
 

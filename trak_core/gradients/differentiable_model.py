@@ -7,9 +7,10 @@ would be wrong with them, or the graph could not be read.
 import contextlib
 import fnmatch
 import sys
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -184,61 +185,38 @@ def plain_layers() -> Generator[None, None, None]:
     calls its function directly, because recomputed activations can be read only once. Compiled code
     runs eagerly. The model's output doesn't change.
     """
+    embedding, embedding_bag = torch.embedding, torch.embedding_bag
+
+    def plain_embedding(weight, indices, padding_idx=-1, *_, **__):
+        return embedding(weight, indices, padding_idx)
+
+    def plain_embedding_bag(
+        weight, indices, offsets, scale_grad_by_freq=False, mode=0, sparse=False, *others, **named
+    ):
+        return embedding_bag(weight, indices, offsets, False, mode, False, *others, **named)
+
+    def do_nothing(*_: Any, **__: Any) -> Generator[None, None, None]:
+        """Replace the code that torch runs before and after a checkpointed function."""
+        yield
+
+    direct_call = SimpleNamespace(apply=lambda function, _, *arguments: function(*arguments))
     with ExitStack() as stack:
         if "torch._dynamo" in sys.modules:  # not imported here, because that takes seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        _replace(stack, torch, "embedding", partial(_embedding, torch.embedding))
-        _replace(stack, torch, "embedding_bag", partial(_embedding_bag, torch.embedding_bag))
+        _replace(stack, torch, "embedding", plain_embedding)
+        _replace(stack, torch, "embedding_bag", plain_embedding_bag)
         # ``checkpoint`` itself is not replaced, because users may have imported it by name. It
         # looks up the following names at each call.
-        _replace(stack, checkpoint, "CheckpointFunction", _DirectCall)
+        _replace(stack, checkpoint, "CheckpointFunction", direct_call)
         for end in ("", "_impl"):  # the names before and since torch 2.15
             if hasattr(checkpoint, name := f"_checkpoint_without_reentrant_generator{end}"):
-                _replace(stack, checkpoint, name, _do_nothing)
+                _replace(stack, checkpoint, name, do_nothing)
         yield
 
 
 def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
     stack.callback(setattr, owner, name, getattr(owner, name))
     setattr(owner, name, value)
-
-
-def _embedding(
-    function: Callable[..., Tensor],
-    weight: Tensor,
-    indices: Tensor,
-    padding_idx: int = -1,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Tensor:
-    return function(weight, indices, padding_idx)
-
-
-def _embedding_bag(
-    function: Callable[..., Any],
-    weight: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    scale_grad_by_freq: bool = False,
-    mode: int = 0,
-    sparse: bool = False,
-    *others: Any,
-    **named: Any,
-) -> Any:
-    return function(weight, indices, offsets, False, mode, False, *others, **named)
-
-
-class _DirectCall:
-    """A replacement for ``torch.utils.checkpoint.CheckpointFunction`` without recomputation."""
-
-    @staticmethod
-    def apply(function: Callable[..., Any], preserve_rng_state: bool, *arguments: Any) -> Any:
-        return function(*arguments)
-
-
-def _do_nothing(*_: Any, **__: Any) -> Generator[None, None, None]:
-    """Replace the code that torch runs before and after a checkpointed function."""
-    yield
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -10,43 +10,18 @@ from torch import Tensor, nn
 from trak_core.gradients.gradient_terms import Consumer, Contribution, summed_parts
 
 
-class SampleConsumer(Consumer, Protocol):
-    """A consumer of a batch's gradients that keeps one row for each sample."""
+class _Rows(Consumer):
+    """A consumer with one total for each parameter, which stays 0 if f doesn't depend on it."""
 
-    def of(self, samples: slice) -> Self:
-        """Return a consumer for some of the samples, which writes into the same tensors."""
-        ...
+    def __init__(self, parameters: Mapping[str, nn.Parameter], totals: Sequence[Tensor]):
+        self._names = list(parameters)
+        self._numbers = {id(parameter): i for i, parameter in enumerate(parameters.values())}
+        self.begin(totals)
 
-    def finish(self) -> None:
-        """Process gradients that are still buffered, after the last ``take``."""
-
-
-class _Rows:
-    """A sample consumer with one tensor for each parameter.
-
-    The tensors ``rows``, shape (batch, ...), stay zero for parameters on which f doesn't depend.
-    """
-
-    in_order: ClassVar[bool] = True
-    reads_terms: ClassVar[bool] = False
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter], rows: Mapping[str, Tensor]):
-        self._parameters, self.rows = parameters, dict(rows)
-        self._names = {id(p): name for name, p in parameters.items()}
-
-    def of(self, samples: slice) -> Self:
-        return type(self)(self._parameters, {name: x[samples] for name, x in self.rows.items()})
-
-    def empty(self) -> Self:
-        zeros = {name: torch.zeros_like(x) for name, x in self.rows.items()}
-        return type(self)(self._parameters, zeros)
-
-    def add(self, other: Self) -> None:
-        for name, total in self.rows.items():
-            total += other.rows[name]
-
-    def finish(self) -> None:
-        return  # No gradient is buffered.
+    @property
+    def rows(self) -> dict[str, Tensor]:
+        """The totals by parameter name, shape (batch, ...) each."""
+        return dict(zip(self._names, self.totals, strict=True))
 
 
 class Formed(_Rows):
@@ -54,17 +29,15 @@ class Formed(_Rows):
 
     @classmethod
     def zeros(cls, parameters: Mapping[str, nn.Parameter], n_samples: int) -> Self:
-        rows = {name: p.new_zeros((n_samples, *p.shape)) for name, p in parameters.items()}
-        return cls(parameters, rows)
+        return cls(parameters, [p.new_zeros((n_samples, *p.shape)) for p in parameters.values()])
 
     @classmethod
     def adding_to(cls, rows: Tensor, parameters: Mapping[str, nn.Parameter]) -> Self:
         """Return a consumer that adds the gradients to ``rows``, shape (batch, p)."""
-        parts = rows.split([p.numel() for p in parameters.values()], dim=1)
-        return cls(parameters, dict(zip(parameters, parts, strict=True)))
+        return cls(parameters, rows.split([p.numel() for p in parameters.values()], dim=1))
 
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
-        rows = self.rows[self._names[id(parameter)]].view(uses[0].n_rows, parameter.numel())
+        rows = self.totals[self._numbers[id(parameter)]].view(uses[0].n_rows, parameter.numel())
         for first, part in summed_parts(uses):
             rows[:, first : first + part.shape[1]] += part
 
@@ -84,20 +57,20 @@ class Digest(_Rows):
         n_samples: int,
         dtype: torch.dtype = torch.float32,
     ) -> Self:
-        rows = {}
-        for name, p in parameters.items():
+        totals = []
+        for p in parameters.values():
             shape = n_samples, p.shape[0] if p.ndim else 1
-            rows[name] = p.new_zeros(shape, dtype=torch.promote_types(p.dtype, dtype))
-        return cls(parameters, rows)
+            totals.append(p.new_zeros(shape, dtype=torch.promote_types(p.dtype, dtype)))
+        return cls(parameters, totals)
 
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
         if not parameter.numel():
             return
-        name = self._names[id(parameter)]
-        total = self.rows[name]
+        number = self._numbers[id(parameter)]
+        total = self.totals[number]
         n = total.shape[1]
         width = parameter.numel() // max(1, n)
-        generator = torch.Generator().manual_seed(list(self.rows).index(name))
+        generator = torch.Generator().manual_seed(number)
         vector = torch.randn(width, generator=generator).to(total.device, total.dtype)
         uses = [use if use.matrix == (n, width) else use.flattened() for use in uses]
         for first, part in summed_parts(uses):
@@ -110,10 +83,9 @@ class Digest(_Rows):
         The difference is relative to the other digest's largest entry. It is infinity if an entry
         is finite only in the other digest, and NaN if an entry is finite in neither digest.
         """
-        largest = max((float(b.abs().max()) for b in other.rows.values() if b.numel()), default=0)
+        largest = max((float(b.abs().max()) for b in other.totals if b.numel()), default=0)
         differences = [(0.0, "no parameter")]
-        for name, a in self.rows.items():
-            b = other.rows[name]
+        for name, a, b in zip(self._names, self.totals, other.totals, strict=True):
             if (b.isfinite() & ~a.isfinite()).any():
                 return math.inf, name
             if a.numel():

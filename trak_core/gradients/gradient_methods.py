@@ -1,6 +1,7 @@
 """Compute per-sample gradients, by one backward pass for all samples or one for each sample."""
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,11 +14,11 @@ from trak_core.gradients.differentiable_model import (
     differentiating,
     memory_formats_kept_apart,
 )
-from trak_core.gradients.gradient_consumers import Formed, SampleConsumer
-from trak_core.gradients.gradient_terms import Dense
+from trak_core.gradients.gradient_consumers import Formed
+from trak_core.gradients.gradient_terms import Consumer, Dense
 from trak_core.gradients.graph import UnreadableGraphError
 from trak_core.gradients.model_inputs import Samples, as_batch
-from trak_core.gradients.one_pass import GraphNeededError, by_samples, plan_of
+from trak_core.gradients.one_pass import GraphNeededError, by_samples
 from trak_core.model_outputs.model_output import (
     ModelOutput,
     OfValue,
@@ -28,7 +29,7 @@ from trak_core.model_outputs.model_output import (
 from trak_core.runtime.progress import notice
 
 GradientMethod = Callable[
-    [nn.Module, dict[str, nn.Parameter], ModelOutput, Samples, SampleConsumer], list[Tensor]
+    [nn.Module, dict[str, nn.Parameter], ModelOutput, Samples, Consumer], list[Tensor]
 ]
 
 
@@ -92,7 +93,7 @@ def gradients_at_once(
     parameters: dict[str, nn.Parameter],
     output: ModelOutput,
     samples: Samples,
-    consumer: SampleConsumer,
+    consumer: Consumer,
     *,
     must: bool = False,
 ) -> list[Tensor]:
@@ -123,17 +124,16 @@ def gradients_at_once(
         del outputs, given
         check_graph(values)
         with torch.no_grad(), memory_formats_kept_apart(values):
-            plan = plan_of(values, list(parameters.values()), 0)
             part = consumer.empty()
-            by_samples(part, values, plan, 0, keep_graph=keep_graph)
-            part.finish()
+            by_samples(part, values, list(parameters.values()), 0, keep_graph=keep_graph)
             consumer.add(part)
         return [values.detach(), *others]
 
     try:
-        return one_pass(keep_graph=False)
-    except GraphNeededError:
-        pass  # run again below, after the error has released the first pass's tensors
+        with suppress(GraphNeededError):
+            return one_pass(keep_graph=False)
+        # By now, the error has released the tensors of the first pass.
+        return one_pass(keep_graph=True)
     except UnreadableGraphError as error:  # raised before the consumer gets gradients
         if must:
             raise
@@ -142,7 +142,6 @@ def gradients_at_once(
             "gradients of this batch and of similar batches, one sample at a time."
         )
         return gradients_one_by_one(model, parameters, output, batch, consumer)
-    return one_pass(keep_graph=True)
 
 
 def gradients_in_turn(
@@ -150,7 +149,7 @@ def gradients_in_turn(
     parameters: dict[str, nn.Parameter],
     output: ModelOutput,
     samples: Samples,
-    consumer: SampleConsumer,
+    consumer: Consumer,
     *,
     must: bool = False,
 ) -> list[Tensor]:
@@ -160,10 +159,10 @@ def gradients_in_turn(
     has nothing to mix. The consumer still gets the gradients as factors.
     """
     batch = as_batch(samples, output)
-    columns: list[list[Tensor]] = []
-    for row in (slice(i, i + 1) for i in range(len(batch))):
-        given = model, parameters, output, batch.rows(row), consumer.of(row)
-        columns.append(gradients_at_once(*given, must=must))
+    columns = [
+        gradients_at_once(model, parameters, output, batch.rows(row), consumer.of(row), must=must)
+        for row in (slice(i, i + 1) for i in range(len(batch)))
+    ]
     return [torch.cat(column) for column in zip(*columns, strict=True)]
 
 
@@ -190,7 +189,7 @@ def gradients_one_by_one(
     parameters: dict[str, nn.Parameter],
     output: ModelOutput,
     samples: Samples,
-    consumer: SampleConsumer,
+    consumer: Consumer,
 ) -> list[Tensor]:
     """Return the result of ``gradients_at_once``, up to rounding, computed by plain autograd.
 

@@ -15,11 +15,12 @@ which takes B p q numbers. Here at most ``piece_on`` entries are formed at a tim
 of Opacus are |dW_i|^2. Here all <dW_i, dW_j>, the Gramian, are computed from the same factors.
 """
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Protocol, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -60,9 +61,10 @@ class Contribution(ABC):
     def matrix(self) -> tuple[int, int]:
         """Shape of the tensor when it is read as a matrix."""
 
-    @abstractmethod
     def add_to(self, gramian: Tensor) -> None:
         """Add G G^T to a Gramian of shape (rows, rows), in place."""
+        for _, rows in summed_parts([self]):
+            add_product(gramian, rows)
 
     @abstractmethod
     def part(self, first: int, last: int) -> Tensor:
@@ -242,12 +244,22 @@ def transposed(contribution: Contribution, shape: tuple[int, ...]) -> Contributi
     return Dense(contribution.whole().unflatten(1, shape).transpose(1, 2).unsqueeze(0))
 
 
-class Consumer(Protocol):
-    """An object that processes the gradients of one parameter after another, in any order."""
+class Consumer(ABC):
+    """A consumer of the gradients of a batch, which adds results to the tensors ``totals``.
 
-    in_order: ClassVar[bool]  # whether the order of a parameter's entries matters
-    reads_terms: ClassVar[bool]  # whether it reads ``Dense.terms``, which keep tensors in memory
+    A gradient method passes the gradients of one parameter after another, in any order, to
+    ``take``, and calls ``finish`` at the end.
+    """
 
+    in_order: ClassVar[bool] = True  # whether the order of a parameter's entries matters
+    reads_terms: ClassVar[bool] = False  # whether it reads ``Dense.terms``, which need memory
+    totals: Sequence[Tensor]
+
+    def begin(self, totals: Sequence[Tensor]) -> None:
+        """Set the tensors to which results are added."""
+        self.totals = totals
+
+    @abstractmethod
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
         """Process the gradients with respect to a parameter, which are the sum over its uses.
 
@@ -255,6 +267,28 @@ class Consumer(Protocol):
         called several times, with gradients of disjoint sets of the parameter's entries.
         """
 
-    def empty(self) -> Self: ...
+    def finish(self) -> None:
+        """Process gradients that are still buffered, after the last ``take``."""
+        return  # By default, no gradient is buffered.
 
-    def add(self, other: Self) -> None: ...
+    def of(self, samples: slice) -> Self:
+        """Return a consumer for some of the samples, which adds to the same tensors.
+
+        By default, the first dimension of ``totals`` must index the samples.
+        """
+        return self._beginning([total[samples] for total in self.totals])
+
+    def empty(self) -> Self:
+        """Return a consumer for the same samples, whose totals are zero."""
+        return self._beginning([torch.zeros_like(total) for total in self.totals])
+
+    def _beginning(self, totals: Sequence[Tensor]) -> Self:
+        other = copy.copy(self)
+        other.begin(totals)
+        return other
+
+    def add(self, other: Self) -> None:
+        """Add the totals of a consumer that ``empty`` returned."""
+        other.finish()
+        for total, more in zip(self.totals, other.totals, strict=True):
+            total += more

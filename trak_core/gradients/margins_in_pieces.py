@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from trak_core.gradients.gradient_terms import Contribution, Dense, Outer, add_product, pieces
+from trak_core.gradients.gradient_terms import Contribution, Dense, Outer, pieces
 from trak_core.model_outputs.model_output import at_least_float32
 
 
@@ -181,11 +181,6 @@ class MarginFactors(Contribution):
     @property
     def n_tokens(self) -> int:
         return self.gradients.shape[2]
-
-    def add_to(self, gramian: Tensor) -> None:
-        n, width = self.matrix
-        for part in pieces(n, self.n_rows * width, gramian.device):
-            add_product(gramian, self.part(part.start, part.stop))
 
     def part(self, first: int, last: int) -> Tensor:
         (n_each, n_samples, _), width = self.gradients.shape, self.matrix[1]

@@ -253,16 +253,14 @@ def shapes_of(samples: Iterable[tuple[object, Batch]], output: ModelOutput) -> S
     along: set[str] = set()
     longest: dict[str, int] = {}
     for sample_id, sample in samples:
-        shapes = {name: tuple(tensor.shape[1:]) for name, tensor in sample.tensors()}
         label = tuple(sample.labels.shape[1:])
+        shapes = {name: tuple(tensor.shape[1:]) for name, tensor in sample.tensors()}
+        shapes["labels"] = label
         is_text = output.label_ndim == 1 == len(label)
         if is_text:
             lengths.append(label[0])
-        shapes["labels"] = label
         if not first:
-            first, first_id = shapes, sample_id
-            same = set(first)
-            along = {name for name in first if is_text}
+            first, first_id, same, along = shapes, sample_id, set(shapes), set(shapes)
         if shapes.keys() != first.keys():
             raise InputError(
                 "Samples must be tuples of the same length, or dicts with the same keys. Found "
@@ -270,19 +268,16 @@ def shapes_of(samples: Iterable[tuple[object, Batch]], output: ModelOutput) -> S
                 f"{sample_id}.",
                 code="gradients.different_inputs",
             )
-        same -= {name for name, shape in shapes.items() if shape != first[name]}
-        along -= {
-            name
-            for name, shape in shapes.items()
-            if not is_text or shape[:1] != label or shape[1:] != first[name][1:]
-        }
-        named = sample.kwargs if output.takes_labels else {}
-        for name in named:
-            if shapes[name] and shapes[name][1:] == first[name][1:]:
-                longest[name] = max(longest.get(name, 0), shapes[name][0])
-        odd = [name for name in shapes if name not in same | along | longest.keys()]
-        if odd:
-            raise _different_shapes(odd[0], {first_id: first, sample_id: shapes}, output)
+        for name, shape in shapes.items():
+            is_like_first = shape[1:] == first[name][1:]
+            if shape != first[name]:
+                same.discard(name)
+            if not (is_text and is_like_first and shape[:1] == label):
+                along.discard(name)
+            if output.takes_labels and name in sample.kwargs and shape and is_like_first:
+                longest[name] = max(longest.get(name, 0), shape[0])
+            if name not in same | along | longest.keys():
+                raise _different_shapes(name, {first_id: first, sample_id: shapes}, output)
     source = {name: n for name, n in longest.items() if name not in same | along}
     return Shapes(lengths, frozenset(along - {"labels"}), source)
 

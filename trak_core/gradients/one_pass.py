@@ -154,25 +154,17 @@ def watch_rows(gradients: Sequence[Tensor | None], watcher: Watcher, n_rows: int
     """Call the watcher with all ``n_rows`` rows of each gradient. ``backward`` must be running."""
     if n_rows == 1:
         watcher([None if gradient is None else gradient.unsqueeze(0) for gradient in gradients])
-        return
-    present = [gradient for gradient in gradients if gradient is not None]
-    if not present:
-        return
-
-    def watch(tensors: list[Tensor]) -> None:
-        remaining = iter(tensors)
-        watcher([None if gradient is None else next(remaining) for gradient in gradients])
-
-    _SeenThroughVmap.apply(watch, *present)
+    elif any(gradient is not None for gradient in gradients):
+        _SeenThroughVmap.apply(watcher, *gradients)
 
 
 class _SeenThroughVmap(torch.autograd.Function):
-    """A function with a batching rule, which calls ``watch`` with vmap's batched tensors."""
+    """A function with a batching rule, which calls the watcher with vmap's batched tensors."""
 
     @staticmethod
-    def forward(watch: Callable[[list[Tensor]], None], *tensors: Tensor) -> Tensor:
-        watch([tensor.unsqueeze(0) for tensor in tensors])
-        return tensors[0].new_zeros(())
+    def forward(watcher: Watcher, *gradients: Tensor | None) -> Tensor:
+        watch_rows(gradients, watcher, 1)
+        return torch.zeros(())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -180,13 +172,14 @@ class _SeenThroughVmap(torch.autograd.Function):
 
     @staticmethod
     def vmap(  # pyright: ignore[reportIncompatibleMethodOverride]
-        info: Any, in_dims: tuple[int | None, ...], watch: Callable[..., None], *tensors: Tensor
+        info: Any, in_dims: tuple[int | None, ...], watcher: Watcher, *gradients: Tensor | None
     ) -> tuple[Tensor, None]:
-        watch([
-            tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-            for tensor, dim in zip(tensors, in_dims[1:], strict=True)
-        ])
-        return tensors[0].new_zeros(()), None
+        def rows(x: Tensor, dim: int | None) -> Tensor:
+            return x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+        pairs = zip(gradients, in_dims[1:], strict=True)
+        watcher([None if x is None else rows(x, dim) for x, dim in pairs])
+        return torch.zeros(()), None
 
 
 @contextmanager
@@ -276,19 +269,20 @@ def plan_of(output: Tensor, parameters: Sequence[Tensor], dim: int) -> Plan:
 
 
 def by_samples(
-    consumer: Consumer, output: Tensor, plan: Plan, dim: int, *, keep_graph: bool
+    consumer: Consumer, output: Tensor, parameters: Sequence[Tensor], dim: int, *, keep_graph: bool
 ) -> None:
     """Compute per-sample gradients by one backward pass, and pass them to the consumer.
 
     Let f_{c,i} be the entries of ``output``, where the sample i is the index along ``dim``, and c
     is the index along all other dimensions. For each c, the gradient of sum_i f_{c,i} is
-    propagated. Rows are ordered by c, then i. The plan must be the result of ``plan_of`` for the
-    same output and dimension.
+    propagated. Rows are ordered by c, then i. The errors of ``plan_of`` are raised before the
+    consumer gets gradients.
 
     Without ``keep_graph``, saved tensors are freed during the pass, unless an operation without a
     closed form is known to need them. If an operation turns out to need freed tensors, a
     ``GraphNeededError`` is raised. By then, the consumer has processed some of the gradients.
     """
+    plan = plan_of(output, parameters, dim)
     others = [size for i, size in enumerate(output.shape) if i != dim]
     n_samples = output.shape[dim]
     n_each = output.numel() // n_samples

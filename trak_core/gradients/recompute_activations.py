@@ -45,8 +45,6 @@ class Recomputation:
         # The blocks: members of ``nn.ModuleList`` or ``nn.Sequential`` that share a class.
         self.found = _repeated(model)
         self.is_on = False  # whether the blocks are recomputed
-        # Configs of transformers' models whose caches would be filled twice.
-        self._configs: list[Any] = []
         # The call whose saved tensors are in memory.
         self.last: Callable[[], _Call | None] = lambda: None
         # For ``sample_memory``: bytes of kept storages by address, and the largest number of bytes
@@ -57,26 +55,14 @@ class Recomputation:
         self.whole: set[str] = set()
 
     def start(self) -> None:
-        """Recompute every block from now on, until ``stop`` is called."""
+        """Recompute every block from now on."""
         self.is_on = True
         for block in self.found:
             block.forward = _Forward(self, block, block.forward)
-        configs = {id(c): c for m in self._model.modules() if (c := getattr(m, "config", None))}
-        self._configs = [c for c in configs.values() if getattr(c, "use_cache", None) is True]
-        for config in self._configs:
-            config.use_cache = False
-
-    def stop(self) -> None:
-        if not self.is_on:
-            return
-        for block in self.found:
-            before = block.forward.forward  # pyright: ignore[reportFunctionMemberAccess]
-            del block.forward  # the attribute hid the method of the class
-            if before != block.forward:
-                block.forward = before
-        for config in self._configs:
-            config.use_cache = True
-        self.is_on, self._configs = False, []
+        for module in self._model.modules():
+            config: Any = getattr(module, "config", None)
+            if getattr(config, "use_cache", None) is True:
+                config.use_cache = False  # A cache of a transformers' model would be filled twice.
 
     def told(self) -> str:
         kinds = Counter(type(block).__name__ for block in self.found)

@@ -156,7 +156,7 @@ def _matrix_transposed(given: RuleInput) -> Layout | None:
 
 def _indexed(given: RuleInput) -> Layout | None:
     """The operation selects rows by indices. A selected row belongs to the output row's owner."""
-    n_dims, numbers, index = _rows(given.input, given.node._saved_indices)
+    n_dims, numbers, index = _rows(given.input, given)
     picked = numbers[index]
     if given.dim >= picked.ndim:  # the samples lie along dimensions that aren't indexed
         return given.along(given.dim - picked.ndim + n_dims)
@@ -165,12 +165,8 @@ def _indexed(given: RuleInput) -> Layout | None:
 
 
 def _index_selected(given: RuleInput) -> Layout | None:
-    (dim,) = given.saved_dims(len(given.output))
-    if given.dim != dim:
-        return given.along(given.dim)
-    n_dims, numbers, index = _rows(given.input, [*[None] * dim, given.node._saved_index])
-    own = given.owners_of_rows(n_dims)
-    return None if own is None else _owned(given, n_dims, numbers[index], own)
+    is_over_samples = given.dim in given.saved_dims(len(given.output))
+    return _indexed(given) if is_over_samples else given.along(given.dim)
 
 
 def _owned(given: RuleInput, n_dims: int, picked: Tensor, own: Tensor) -> Layout | None:
@@ -184,12 +180,17 @@ def _owned(given: RuleInput, n_dims: int, picked: Tensor, own: Tensor) -> Layout
     return layout_of(owners.view(head), math.prod(given.input[n_dims:]), given.layout.n_samples)
 
 
-def _rows(shape: tuple[int, ...], indices: Any) -> tuple[int, Tensor, tuple[Any, ...]]:
+def _rows(shape: tuple[int, ...], given: RuleInput) -> tuple[int, Tensor, tuple[Any, ...]]:
     """Return the number of indexed dimensions, and ``numbers`` and ``index`` on the CPU.
 
     ``numbers`` are the row numbers in the shape of the indexed dimensions. The operation selects
-    the rows ``numbers[index]``.
+    the rows ``numbers[index]`` of a tensor with this shape.
     """
+    dim = getattr(given.node, "_saved_dim", None)
+    if dim is None:
+        indices = given.node._saved_indices
+    else:
+        indices = [*[None] * (_signed(dim) % len(shape)), given.node._saved_index]
     index = tuple(slice(None) if i is None else i.cpu() for i in indices)
     n_dims = sum(i.ndim if isinstance(i, Tensor) and i.dtype is torch.bool else 1 for i in index)
     head = shape[:n_dims]
@@ -200,12 +201,7 @@ def _written(given: RuleInput) -> Layout | None:
     """The operation writes or adds rows of the second input to the first input, at indices."""
     if given.index == 0:
         return given.layout if given.input == given.output else None
-    dim = getattr(given.node, "_saved_dim", None)
-    if dim is None:
-        indices = given.node._saved_indices
-    else:
-        indices = [*[None] * (_signed(dim) % len(given.output)), given.node._saved_index]
-    n_dims, _, index = _rows(given.output, indices)
+    n_dims, _, index = _rows(given.output, given)
     if given.dim >= n_dims:
         return given.along(given.dim - len(given.output) + len(given.input))
     own = given.owners_of_rows(n_dims)
@@ -242,8 +238,9 @@ def _batch_normed(given: RuleInput) -> Layout | None:
     return given.along(given.dim) if given.index == 0 else None
 
 
-def _pooled(given: RuleInput, n_spatial: int) -> Layout | None:
-    """The operation treats each channel of each sample separately."""
+def _pooled(given: RuleInput) -> Layout | None:
+    """The operation, such as ``MaxPool2D``, treats each channel of each sample separately."""
+    n_spatial = int(name_of(given.node).partition("D")[0][-1])
     is_channel = given.index == 0 and given.dim < len(given.output) - n_spatial
     return given.along(given.dim) if is_channel else None
 
@@ -297,16 +294,12 @@ _NAMES: dict[Rule, str] = {
     _product: "Mm Bmm",
     _layer_normed: "NativeLayerNorm FusedRmsNorm",
     _batch_normed: "NativeBatchNorm CudnnBatchNorm MiopenBatchNorm BatchNormWithUpdate",
-    partial(_pooled, n_spatial=1): (
-        "ReflectionPad1D ReplicationPad1D UpsampleLinear1D UpsampleNearest1D"
-    ),
-    partial(_pooled, n_spatial=2): (
-        "MaxPool2DWithIndices AvgPool2D AdaptiveAvgPool2D AdaptiveMaxPool2D UpsampleNearest2D "
-        "UpsampleBilinear2D UpsampleBicubic2D ReflectionPad2D ReplicationPad2D"
-    ),
-    partial(_pooled, n_spatial=3): (
-        "MaxPool3DWithIndices AvgPool3D AdaptiveAvgPool3D AdaptiveMaxPool3D "
-        "UpsampleNearest3D UpsampleTrilinear3D ReflectionPad3D ReplicationPad3D"
+    _pooled: (
+        "ReflectionPad1D ReplicationPad1D UpsampleLinear1D UpsampleNearest1D MaxPool2DWithIndices "
+        "AvgPool2D AdaptiveAvgPool2D AdaptiveMaxPool2D UpsampleNearest2D UpsampleBilinear2D "
+        "UpsampleBicubic2D ReflectionPad2D ReplicationPad2D MaxPool3DWithIndices AvgPool3D "
+        "AdaptiveAvgPool3D AdaptiveMaxPool3D UpsampleNearest3D UpsampleTrilinear3D "
+        "ReflectionPad3D ReplicationPad3D"
     ),
     _attended: (
         "ScaledDotProductFlashAttentionForCpu ScaledDotProductFlashAttention "

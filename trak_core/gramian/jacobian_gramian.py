@@ -1,16 +1,14 @@
 """Compute the Gramian K = J J^T of a Jacobian J (n, p) without forming J."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from trak_core.errors import InputError, is_out_of_memory
-from trak_core.gradients.gradient_terms import Contribution, add_product, summed_parts
+from trak_core.gradients.gradient_terms import Consumer, Contribution, add_product, summed_parts
 from trak_core.gradients.graph import UnreadableGraphError
-from trak_core.gradients.one_pass import by_rows, by_samples, plan_of
+from trak_core.gradients.one_pass import by_rows, by_samples
 from trak_core.gradients.sample_owner_rules import MixedSamplesError
 
 
@@ -116,10 +114,9 @@ def _by_samples(output: Tensor, parameters: Sequence[Tensor], batch_dim: int) ->
             code="gramian.batch_dim",
         )
     dim = batch_dim % output.ndim
-    products = _Products(output.new_zeros(output.numel(), output.numel()))
+    gramian = output.new_zeros(output.numel(), output.numel())
     try:
-        plan = plan_of(output, parameters, dim)
-        by_samples(products, output, plan, dim, keep_graph=True)
+        by_samples(_Products(gramian), output, parameters, dim, keep_graph=True)
     except MixedSamplesError:
         raise InputError(
             "Samples must be independent. Found batch normalization over samples, in training mode "
@@ -134,26 +131,21 @@ def _by_samples(output: Tensor, parameters: Sequence[Tensor], batch_dim: int) ->
             raise
         # Probably, an operation can't be vmapped. Otherwise, ``by_rows`` raises the error again.
         return None
-    return products.gramian
+    return gramian
 
 
-@dataclass(frozen=True, slots=True)
-class _Products:
+class _Products(Consumer):
     """A consumer that adds inner products to ``gramian``, shape (rows, rows)."""
 
-    gramian: Tensor
-    in_order: ClassVar[bool] = False
-    reads_terms: ClassVar[bool] = False
+    in_order = False
+
+    def __init__(self, gramian: Tensor):
+        self.begin([gramian])
 
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
+        (gramian,) = self.totals
         if len(uses) == 1:
-            uses[0].add_to(self.gramian)
-            return
-        for _, rows in summed_parts(uses):
-            add_product(self.gramian, rows)
-
-    def empty(self) -> Self:
-        return type(self)(torch.zeros_like(self.gramian))
-
-    def add(self, other: Self) -> None:
-        self.gramian.add_(other.gramian)
+            uses[0].add_to(gramian)
+        else:
+            for _, rows in summed_parts(uses):
+                add_product(gramian, rows)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from trak_core.errors import InputError, listed
 from trak_core.projection.cpu.project import project_cpu
+from trak_core.projection.cpu.simd_lanes import key_of
 from trak_core.projection.cpu.sketches import COLUMN_SIGNS, fill_signs
-from trak_core.projection.tensor_sketch import add_rows, hashes_on
+from trak_core.projection.tensor_sketch import add_rows, entries_of_rows
 from trak_core.settings import ProjectionKind, ProjectionSpec
 
 Matrix = np.ndarray | Tensor
@@ -56,13 +57,14 @@ def _checked_out(out: M | None, accumulate: bool, like: M, proj_dim: int) -> M:
         if isinstance(like, Tensor):
             return torch.zeros(shape, dtype=torch.float32, device=like.device)
         return np.zeros(shape, np.float32)
-    if isinstance(out, Tensor) and isinstance(like, Tensor):
-        has_type = out.dtype is torch.float32 and out.device == like.device
-        has_type &= not out.requires_grad
-    else:
-        is_array = isinstance(out, np.ndarray) and isinstance(like, np.ndarray)
-        has_type = is_array and out.dtype == np.float32
-    if not has_type or tuple(out.shape) != shape:
+    kind = Tensor if isinstance(like, Tensor) else np.ndarray
+    if not (
+        isinstance(out, kind)
+        and out.dtype in (np.float32, torch.float32)
+        and out.device == like.device
+        and not getattr(out, "requires_grad", False)
+        and tuple(out.shape) == shape
+    ):
         raise InputError(
             f"`out` must have dtype float32 and shape {shape}, be an array of the same library and "
             "on the same device as `gradients`, and not require gradients. Found "
@@ -84,7 +86,7 @@ def _array(tensor: Matrix) -> np.ndarray:
 
 
 def _check_finite(out: Matrix) -> None:
-    if isinstance(out, Tensor) and out.device.type == "cuda":
+    if isinstance(out, Tensor) and out.is_cuda:
         finite = torch.isfinite(out)
     else:  # NumPy takes a tenth of the time that torch takes.
         finite = np.isfinite(_array(out))
@@ -253,17 +255,15 @@ def back_project(vectors: Tensor, spec: ProjectionSpec, offset: int, n_entries: 
 
 def _read_sketch(vectors: Tensor, spec: ProjectionSpec, offset: int) -> Tensor:
     assert spec.shapes is not None
-    starts = [0, *itertools.accumulate(rows * columns for rows, columns in spec.shapes)]
-    (buckets0, signs0), (buckets1, signs1) = hashes_on(spec, vectors.device)[starts.index(offset)]
-    directions = vectors.new_empty(len(vectors), len(buckets0), len(buckets1))
-    # Entry (i, j) is sign0[i] sign1[j] v[(bucket0[i] + bucket1[j]) mod k]. The rows i are computed
-    # a few at a time, to limit the memory for temporary tensors.
-    step = max(1, _ENTRIES // max(1, len(vectors) * len(buckets1)))
-    for first in range(0, len(buckets0), step):
-        rows = slice(first, first + step)
-        columns = (buckets0[rows, None] + buckets1) % spec.proj_dim
-        signs = (signs0[rows, None] * signs1).to(vectors.dtype)
-        torch.mul(vectors[:, columns], signs, out=directions[:, rows])
+    starts = [0, *itertools.accumulate(n0 * n1 for n0, n1 in spec.shapes)]
+    number = starts.index(offset)
+    n0, n1 = spec.shapes[number]
+    directions = vectors.new_empty(len(vectors), n0, n1)
+    # Rows are computed a few at a time, to limit the memory for temporary tensors.
+    step = max(1, _ENTRIES // max(1, len(vectors) * n1))
+    for rows in (slice(first, first + step) for first in range(0, n0, step)):
+        columns, signs = entries_of_rows(spec, vectors.device, number, rows)
+        torch.mul(vectors[:, columns], signs.to(vectors.dtype), out=directions[:, rows])
     return directions.flatten(1)
 
 
@@ -271,8 +271,7 @@ def _transposed_hadamard(
     vectors: Tensor, spec: ProjectionSpec, offset: int, n_entries: int
 ) -> Tensor:
     k = spec.proj_dim
-    key = np.uint32(spec.seed & 0xFFFFFFFF), np.uint32(spec.seed >> 32), np.uint32(spec.stream)
-    words = np.empty(max(k // 32, 4), np.uint32)
+    key, words = key_of(spec), np.empty(max(k // 32, 4), np.uint32)
     row_signs, column_signs = np.empty(k, np.float32), np.empty(k, np.float32)
     parts = []
     # With R_b = D_b H E_b (`reference.py`), v R_b^T = v E_b H D_b. The inner loop multiplies by H.

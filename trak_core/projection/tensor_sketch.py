@@ -21,10 +21,8 @@ Source: Pham and Pagh, "Fast and scalable polynomial kernels via explicit featur
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from math import log2
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -65,25 +63,29 @@ def prefers_factors(n_samples: int, n_tokens: int, rows: int, columns: int, proj
 
 
 @lru_cache(maxsize=16)
-def _flat_hashes_on(spec: ProjectionSpec, device: torch.device) -> tuple[Tensor, ...]:
-    """Return each parameter's number of columns and the fields of ``Hashes``, on a device.
-
-    The tensors are int64, except the signs, which are float32.
-    """
-    assert spec.shapes is not None
-    fields = (x if x.dtype == "float32" else x.astype("int64") for x in hashes_of(spec))
-    widths = torch.tensor([n1 for _, n1 in spec.shapes])
-    return tuple(x.to(device) for x in (widths, *map(torch.from_numpy, fields)))
+def _hashes_on(spec: ProjectionSpec, device: torch.device) -> list[Tensor]:
+    """Return the fields of ``Hashes`` on a device."""
+    return [torch.from_numpy(x).to(device) for x in hashes_of(spec)]
 
 
 @lru_cache(maxsize=16)
-def hashes_on(spec: ProjectionSpec, device: torch.device) -> list[list[tuple[Tensor, Tensor]]]:
-    """Return the buckets and signs of the rows and columns of each parameter, on a device."""
-    assert spec.shapes is not None
-    _, _, _, *flat = _flat_hashes_on(spec, device)
-    sizes = [n for shape in spec.shapes for n in shape]
-    pairs = list(zip(*(x.split(sizes) for x in flat), strict=True))
-    return [pairs[i : i + 2] for i in range(0, len(pairs), 2)]
+def _pairs_on(spec: ProjectionSpec, device: torch.device) -> list[tuple[Tensor, ...]]:
+    """Return, for each parameter, buckets and signs of its rows, then those of its columns."""
+    _, shapes, _, *flat = _hashes_on(spec, device)
+    pairs = list(zip(*(x.split(shapes.flatten().tolist()) for x in flat), strict=True))
+    return [rows + columns for rows, columns in zip(pairs[::2], pairs[1::2], strict=True)]
+
+
+def entries_of_rows(
+    spec: ProjectionSpec, device: torch.device, number: int, rows: Tensor | slice
+) -> tuple[Tensor, Tensor]:
+    """Return the columns and the signs of R for all entries of some rows of a parameter.
+
+    Both have shape (*shape of ``rows``, n1), where n1 is the parameter's number of columns.
+    """
+    bucket0, sign0, bucket1, sign1 = _pairs_on(spec, device)[number]
+    columns = (bucket0[rows].unsqueeze(-1) + bucket1) % spec.proj_dim
+    return columns, sign0[rows].unsqueeze(-1) * sign1
 
 
 @lru_cache(maxsize=2)
@@ -93,17 +95,14 @@ def _entries_on(spec: ProjectionSpec, device: torch.device) -> list[tuple[Tensor
     For each parameter, both tensors have shape (runs, k, 2), with the factors a and b in the last
     dimension. A run has k consecutive entries, in different buckets. An empty bucket has sign 0.
     """
-    assert spec.shapes is not None
-    hashes, k = hashes_of(spec), spec.proj_dim
-    on_device: list[tuple[Tensor, Tensor]] = []
-    for number, shape in enumerate(spec.shapes):
-        entries = torch.zeros(-(-max(shape) // k), k, 2, dtype=torch.int32)
+    k, on_device = spec.proj_dim, []
+    for bucket0, sign0, bucket1, sign1 in _pairs_on(spec, torch.device("cpu")):
+        n0, n1 = len(bucket0), len(bucket1)
+        entries = torch.zeros(-(-max(n0, n1) // k), k, 2, dtype=torch.int32)
         signs = torch.zeros(entries.shape)
-        for side, (first, n) in enumerate(zip((0, shape[0]), shape, strict=True)):
-            buckets, own_signs = map(torch.from_numpy, hashes.of(number, side, n))
-            i = torch.arange(n)
-            at = i // k, buckets.long(), side
-            entries[at], signs[at] = (first + i).int(), own_signs
+        i, j = torch.arange(n0), torch.arange(n1)
+        entries[i // k, bucket0, 0], signs[i // k, bucket0, 0] = i.int(), sign0
+        entries[j // k, bucket1, 1], signs[j // k, bucket1, 1] = (n0 + j).int(), sign1
         on_device.append((entries.to(device), signs.to(device)))
     return on_device
 
@@ -122,30 +121,27 @@ def _pieces_on(device: torch.device) -> tuple[int, int]:
 
 
 def _fill_counts(
-    spec: ProjectionSpec, number: int, left: Tensor, right: Tensor, counts: Tensor, dim: int
+    spec: ProjectionSpec, number: int, left: Tensor, right: Tensor, counts: Tensor, is_complex: bool
 ) -> None:
     """Write the count sketches x and y of pairs of rows a and b to ``counts``, float32.
 
     Rows a are ``left``, shape (b, tokens, n0), and rows b are ``right``, shape (b, tokens, n1).
-    ``counts`` is contiguous. Its shape is (tokens, b, k, 2) for complex numbers x + i y if ``dim``
-    is 3, and (tokens, b, 2, k) if ``dim`` is 2. If ``dim`` is 3, a CPU first scales the two rows of
-    a pair to equal norms.
+    ``counts`` is contiguous. Its shape is (tokens, b, k, 2) for complex numbers x + i y if
+    ``is_complex``, and (tokens, b, 2, k) otherwise. For complex numbers, a CPU first scales the two
+    rows of a pair to equal norms.
     """
     if _has_kernels(left.device):
-        assert spec.shapes is not None
-        hashes, (rows, columns) = hashes_of(spec), spec.shapes[number]
         fill_pairs_cpu(
             *(factor.detach().float().contiguous().numpy() for factor in (left, right)),
-            *hashes.of(number, 0, rows),
-            *hashes.of(number, 1, columns),
+            *(x.numpy() for x in _pairs_on(spec, left.device)[number]),
             counts.flatten(2).numpy(),
-            *((2, 1, True) if dim == 3 else (1, spec.proj_dim, False)),
+            is_complex,
         )
         return
     entries, signs = _entries_on(spec, left.device)[number]
     picked = torch.cat([left, right], dim=2).index_select(2, entries.flatten())
     picked = picked.view(*picked.shape[:2], *entries.shape).transpose(0, 1)
-    into = counts if dim == 3 else counts.mT
+    into = counts if is_complex else counts.mT
     if len(entries) == 1:
         torch.mul(picked[:, :, 0], signs[0], out=into)
     else:
@@ -199,20 +195,18 @@ def _add_at(out: Tensor, columns: Tensor, values: Tensor) -> None:
 def _add_lookups(
     out: Tensor, spec: ProjectionSpec, number: int, indices: Tensor, right: Tensor
 ) -> None:
-    (bucket0, sign0), (bucket1, sign1) = hashes_on(spec, right.device)[number]
-    columns = (bucket0[indices].unsqueeze(-1) + bucket1) % spec.proj_dim
-    values = right.float() * sign1 * sign0[indices].unsqueeze(-1)
-    _add_at(out, columns.flatten(1), values.flatten(1))
+    columns, signs = entries_of_rows(spec, right.device, number, indices)
+    _add_at(out, columns.flatten(1), (right.float() * signs).flatten(1))
 
 
 def _places(
     spec: ProjectionSpec, device: torch.device, bounds: tuple[tuple[int, int], ...]
 ) -> tuple[Tensor, Tensor]:
     """Return the columns and signs of R at all coordinates in the (start, stop) of ``bounds``."""
-    widths, starts, positions, buckets, signs = _flat_hashes_on(spec, device)
+    starts, shapes, positions, buckets, signs = _hashes_on(spec, device)
     coordinates = torch.cat([torch.arange(*bound, device=device) for bound in bounds])
     numbers = torch.searchsorted(starts, coordinates, right=True) - 1
-    entries, widths = coordinates - starts[numbers], widths[numbers]
+    entries, widths = coordinates - starts[numbers], shapes[numbers, 1]
     i, j = positions[numbers, 0] + entries // widths, positions[numbers, 1] + entries % widths
     return (buckets[i] + buckets[j]) % spec.proj_dim, signs[i] * signs[j]
 
@@ -280,7 +274,7 @@ class OuterProducts:
             if self._n_held + n_tokens > len(self._held):
                 self._add_held()
             start, self._n_held = self._n_held, self._n_held + n_tokens
-            _fill_counts(self.spec, number, left, right, self._held[start : self._n_held], 3)
+            _fill_counts(self.spec, number, left, right, self._held[start : self._n_held], True)
             return
         for samples, tokens in _pieces(left, most // runs):
             a, b = left[samples, tokens], right[samples, tokens]
@@ -288,7 +282,7 @@ class OuterProducts:
                 scales = _balancing_scales(a, b)
                 a, b = a * scales[0], b * scales[1]
             counts = self.rows.new_empty(a.shape[1], a.shape[0], k, 2)
-            _fill_counts(self.spec, number, a, b, counts, 3)
+            _fill_counts(self.spec, number, a, b, counts, True)
             _add_transforms(counts, self.spectrum[samples])
 
     def _add_held(self) -> None:
@@ -310,7 +304,6 @@ class OuterProducts:
         return self.rows + (torch.fft.ifft(self.spectrum).imag / 2).float()
 
 
-@dataclass(frozen=True, slots=True)
 class Contractions:
     """Inner products of vectors with the sketches of single outer products.
 
@@ -325,18 +318,14 @@ class Contractions:
             product, shape (m, 2 (k // 2 + 1)), float32.
     """
 
-    spec: ProjectionSpec
-    vectors: Tensor
-    spectra: Tensor
-
-    @classmethod
-    def of(cls, spec: ProjectionSpec, vectors: Tensor) -> Self:
-        """Transform vectors of shape (m, k), and return the contractions with them."""
+    def __init__(self, spec: ProjectionSpec, vectors: Tensor):
+        """Transform the vectors."""
         k = spec.proj_dim
         spectra = torch.view_as_real(torch.fft.rfft(vectors.double())) * (2 / k)
         # Frequencies 0 and k / 2 have no conjugate partner, so they count once instead of twice.
         spectra[:, :: k // 2 if k % 2 == 0 else k] /= 2
-        return cls(spec, vectors, spectra.flatten(1).float())
+        self.spec, self.vectors = spec, vectors
+        self.spectra = spectra.flatten(1).float()
 
     def prefers_factors(self, n_samples: int, n_pairs: int, n_tokens: int, number: int) -> bool:
         """Return whether it is cheaper to sketch tokens than to multiply their factors by each R v.
@@ -374,7 +363,7 @@ class Contractions:
         for rows, tokens in _pieces(left, 2 * _PIECE // k):
             a, b = (factor[rows, tokens].flatten(0, 1) for factor in (left, right))
             counts = self.vectors.new_empty(len(a), 1, 2, k)
-            _fill_counts(self.spec, number, a[None], b[None], counts, 2)
+            _fill_counts(self.spec, number, a[None], b[None], counts, False)
             x, y = torch.fft.rfft(counts).squeeze(1).unbind(1)
             spectra = torch.view_as_real(x.mul_(y)).flatten(1).chunk(len(pairs_of[rows]))
             for pairs, spectrum in zip(pairs_of[rows], spectra, strict=True):

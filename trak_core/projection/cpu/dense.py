@@ -14,20 +14,21 @@ of a directed graph", Soviet Mathematics Doklady 11, 1970 (tables of the sums of
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import njit
 from numba.core import cgutils
 
 from trak_core.projection.cpu.simd_lanes import (
+    INT64,
     LANES,
-    LaneArrays,
     compiled,
     fill_from_lanes,
     fill_lanes,
     fill_words,
     flush,
     holds_two_tiles,
-    intrinsic,
+    spread,
     tiles_of,
+    vector_intrinsic,
 )
 from trak_core.settings import ProjectionKind
 
@@ -49,30 +50,22 @@ def _aligned(n):
 def _fill_table(n):
     """Return the intrinsic that fills a table whose rows contain n tiles (1 or 2)."""
 
-    @intrinsic
-    def fill_table(_, tables, table, x, row):
+    @vector_intrinsic
+    def fill_table(builder, tables, table, x, row):
         """Store 16 signed sums of rows row + 8 i of x, i < 4. Bit i of an index negates row i."""
-
-        def generate(context, builder, signature, arguments):
-            i64 = ir.IntType(64)
-            lanes = LaneArrays(context, builder, signature, arguments)
-            positions = [
-                [builder.add(arguments[3], i64(8 * i + tile * _BLOCK)) for tile in range(n)]
-                for i in range(4)
-            ]
-            a, b, c, d = (lanes.gather(2, rows) for rows in positions)
-            halves = []
-            for p, q in ((a, b), (c, d)):
-                total, difference = builder.fadd(p, q), builder.fsub(p, q)
-                halves.append((total, builder.fneg(difference), difference, builder.fneg(total)))
-            first = builder.mul(arguments[1], i64(16 * n))
-            for i, high in enumerate(halves[1]):
-                for j, low in enumerate(halves[0]):
-                    at = builder.add(first, i64((4 * i + j) * n))
-                    lanes.store(builder.fadd(high, low), 0, at, n)
-            return context.get_dummy_value()
-
-        return types.void(tables, table, x, row), generate
+        positions = [
+            [builder.add(row, INT64(8 * i + tile * _BLOCK)) for tile in range(n)] for i in range(4)
+        ]
+        a, b, c, d = (x.gather(rows) for rows in positions)
+        halves = []
+        for p, q in ((a, b), (c, d)):
+            total, difference = builder.fadd(p, q), builder.fsub(p, q)
+            halves.append((total, builder.fneg(difference), difference, builder.fneg(total)))
+        first = builder.mul(table, INT64(16 * n))
+        for i, high in enumerate(halves[1]):
+            for j, low in enumerate(halves[0]):
+                at = builder.add(first, INT64((4 * i + j) * n))
+                tables.store(builder.fadd(high, low), at, n)
 
     return fill_table
 
@@ -80,33 +73,25 @@ def _fill_table(n):
 def _add_table_rows(n):
     """Return the intrinsic that adds rows of the tables of ``_fill_table(n)``."""
 
-    @intrinsic
-    def add_table_rows(_, sums, row, tables, words, column, n_columns):
+    @vector_intrinsic
+    def add_table_rows(builder, sums, row, tables, words, column, n_columns):
         """For every 4 bits of a column's words, add a table row to the sums of the column."""
-
-        def generate(context, builder, signature, arguments):
-            i64 = ir.IntType(64)
-            lanes = LaneArrays(context, builder, signature, arguments)
-            chains = []
-            for i in range(_WORDS):
-                at = builder.add(arguments[4], builder.mul(i64(i), arguments[5]))
-                word = builder.zext(builder.load(lanes.pointer(3, at)), i64)
-                for nibble in range(_NIBBLES):
-                    pattern = builder.and_(builder.lshr(word, i64(4 * nibble)), i64(15))
-                    table_row = builder.add(pattern, i64(16 * (i * _NIBBLES + nibble)))
-                    vector = lanes.load(2, builder.mul(table_row, i64(n)), n)
-                    if len(chains) == _CHAINS:
-                        vector = builder.fadd(chains.pop(0), vector)
-                    chains.append(vector)
-            while len(chains) > 1:
-                chains.append(builder.fadd(chains.pop(0), chains.pop(0)))
-            first = builder.add(arguments[1], arguments[4])
-            targets = [builder.add(first, builder.mul(arguments[5], i64(t))) for t in range(n)]
-            total = builder.fadd(lanes.gather(0, targets), chains[0])
-            lanes.scatter(total, 0, targets)
-            return context.get_dummy_value()
-
-        return types.void(sums, row, tables, words, column, n_columns), generate
+        chains = []
+        for i in range(_WORDS):
+            at = builder.add(column, builder.mul(INT64(i), n_columns))
+            word = builder.zext(builder.load(words.pointer(at)), INT64)
+            for nibble in range(_NIBBLES):
+                pattern = builder.and_(builder.lshr(word, INT64(4 * nibble)), INT64(15))
+                table_row = builder.add(pattern, INT64(16 * (i * _NIBBLES + nibble)))
+                vector = tables.load(builder.mul(table_row, INT64(n)), n)
+                if len(chains) == _CHAINS:
+                    vector = builder.fadd(chains.pop(0), vector)
+                chains.append(vector)
+        while len(chains) > 1:
+            chains.append(builder.fadd(chains.pop(0), chains.pop(0)))
+        first = builder.add(row, column)
+        targets = [builder.add(first, builder.mul(n_columns, INT64(t))) for t in range(n)]
+        sums.scatter(builder.fadd(sums.gather(targets), chains[0]), targets)
 
     return add_table_rows
 
@@ -160,7 +145,7 @@ def rademacher_slice_cpu(
     """Write ``rows[:, start:stop] @ R[first : first + stop - start]`` to ``out``.
 
     ``out`` has shape (n_samples, proj_dim), float32. ``first`` is the coordinate of column
-    ``start``. ``fill_words`` describes the key.
+    ``start``. ``key`` is the result of ``key_of``.
     """
     _project_slice(rows, start, stop, first, key, holds_two_tiles(), out)
 
@@ -189,35 +174,28 @@ def normal_entry(word):
     return p * x
 
 
-@intrinsic
-def _add_products(_, sums, column, x, entries, first_entry):
+@vector_intrinsic
+def _add_products(builder, sums, column, x, entries, first_entry):
     """Add the products of 16 coordinates to the sums of 8 columns."""
     # Entries of one coordinate are contiguous, and coordinates are _WIDTH entries apart.
-
-    def generate(context, builder, signature, arguments):
-        i64 = ir.IntType(64)
-        lanes = LaneArrays(context, builder, signature, arguments)
-        columns = [builder.add(arguments[1], i64(i)) for i in range(_GROUP)]
-        before = [lanes.load(0, column) for column in columns]
-        vectors = ir.FunctionType(before[0].type, [before[0].type] * 3)
-        multiply_add = cgutils.get_or_insert_function(
-            builder.module, vectors, f"llvm.fmuladd.v{LANES}f32"
-        )
-        totals: list[ir.Value] = []
-        for row in range(_ROWS):
-            vector = lanes.load(2, i64(row))
-            for i in range(_GROUP):
-                at = builder.add(arguments[4], i64(row * _WIDTH + i))
-                entry = lanes.spread(builder.load(lanes.pointer(3, at)))
-                if row == 0:
-                    totals.append(builder.fmul(vector, entry))
-                else:
-                    totals[i] = builder.call(multiply_add, [vector, entry, totals[i]])
-        for column, total, old in zip(columns, totals, before, strict=True):
-            lanes.store(builder.fadd(old, total), 0, column)
-        return context.get_dummy_value()
-
-    return types.void(sums, column, x, entries, first_entry), generate
+    columns = [builder.add(column, INT64(i)) for i in range(_GROUP)]
+    before = [sums.load(column) for column in columns]
+    vectors = ir.FunctionType(before[0].type, [before[0].type] * 3)
+    multiply_add = cgutils.get_or_insert_function(
+        builder.module, vectors, f"llvm.fmuladd.v{LANES}f32"
+    )
+    totals: list[ir.Value] = []
+    for row in range(_ROWS):
+        vector = x.load(INT64(row))
+        for i in range(_GROUP):
+            at = builder.add(first_entry, INT64(row * _WIDTH + i))
+            entry = spread(builder, builder.load(entries.pointer(at)))
+            if row == 0:
+                totals.append(builder.fmul(vector, entry))
+            else:
+                totals[i] = builder.call(multiply_add, [vector, entry, totals[i]])
+    for column, total, old in zip(columns, totals, before, strict=True):
+        sums.store(builder.fadd(old, total), column)
 
 
 @compiled

@@ -20,7 +20,7 @@ import numpy as np
 from numba.core.registry import cpu_target
 
 from trak_core.projection.cpu.dense import normal_slice_cpu, rademacher_slice_cpu
-from trak_core.projection.cpu.simd_lanes import LANES
+from trak_core.projection.cpu.simd_lanes import LANES, key_of
 from trak_core.projection.cpu.sketches import hadamard_slice_cpu, hashes_of, tensor_sketch_slice_cpu
 from trak_core.settings import ProjectionKind, ProjectionSpec
 
@@ -65,7 +65,8 @@ def load_compiler() -> None:
 class _Kernel:
     """The kernel of a kind, with the sizes of slices of coordinates and of shares of samples."""
 
-    # A function of rows, a range of columns, the first coordinate, the key and the result.
+    # A function of rows, a range of columns, the first coordinate, the key (for a tensor sketch,
+    # instead of the key, the fields of ``Hashes``) and the result.
     call: Callable[..., None]
     length: int  # number of coordinates in a slice, which is enough work for a thread
     # Smallest number of samples in a share. Each share computes R again, so small shares are slow.
@@ -113,16 +114,6 @@ def _slice_rows(blocks: Sequence[np.ndarray], start: int, stop: int) -> tuple[np
         first = last
     rows = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
     return np.ascontiguousarray(rows), 0, stop - start
-
-
-def _kernel(spec: ProjectionSpec) -> Callable[..., None]:
-    """Return the kernel as a function of rows, column range, first coordinate, and ``out``."""
-    if spec.shapes is not None:
-        hashes, shapes = hashes_of(spec), np.array(spec.shapes, np.int64)
-        return lambda *rows, out: tensor_sketch_slice_cpu(*rows, *hashes, shapes, out)
-    key = np.uint32(spec.seed & 0xFFFFFFFF), np.uint32(spec.seed >> 32), np.uint32(spec.stream)
-    kernel = _KERNELS[spec.kind].call
-    return lambda *rows, out: kernel(*rows, key, out)
 
 
 @cache
@@ -187,15 +178,16 @@ def project_cpu(
         return
     length = slice_length(spec)
     grid = range(offset // length * length, stop, length)
-    kernel = _kernel(spec)
-    shares = _shares(len(out), _KERNELS[spec.kind], len(grid), threads)
+    kernel = _KERNELS[spec.kind]
+    constants = (key_of(spec),) if spec.shapes is None else hashes_of(spec)
+    shares = _shares(len(out), kernel, len(grid), threads)
     parts = [(share, [block[share] for block in blocks]) for share in shares]
 
     def slice_sums(at: int, share: slice, blocks: list[np.ndarray]) -> tuple[slice, np.ndarray]:
         first, last = max(offset, at), min(stop, at + length)
         part = _slice_rows(blocks, first - offset, last - offset)
         sums = np.empty((len(part[0]), out.shape[1]), np.float32)
-        kernel(*part, first, out=sums)
+        kernel.call(*part, first, *constants, sums)
         return share, sums
 
     fitting = _WAITING_BYTES * len(shares) // out.nbytes

@@ -10,7 +10,7 @@ Intrinsics generate vector instructions, because LLVM does not vectorize loops o
 
 import os
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from llvmlite import binding, ir
 from numba import config, extending, njit, types
 
 from trak_core.dependency_digests import code_digest
+from trak_core.settings import ProjectionSpec
 
 _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _W0, _W1 = np.uint32(0x9E3779B9), np.uint32(0xBB67AE85)
@@ -67,7 +68,7 @@ def fill_words(words, first_call, q, tag, key):
     """Write the words of the calls c0 = first_call, first_call + 1, ... with the same q < 2^56.
 
     The length of ``words``, uint32, must be a multiple of 4. ``tag`` is the kind's tag
-    (``reference.py``). ``key`` is (low half of the seed, high half, stream), all uint32.
+    (``reference.py``), and ``key`` is the result of ``key_of``.
     """
     seed_low, seed_high, stream = key
     low, high = np.uint32(q & 0xFFFFFFFF), np.uint32((q >> 32) | (tag << 24))
@@ -80,47 +81,44 @@ def fill_words(words, first_call, q, tag, key):
         words[4 * i + 3] = w3
 
 
+def key_of(spec: ProjectionSpec) -> tuple[np.uint32, np.uint32, np.uint32]:
+    """Return the key of ``fill_words``: the low and the high half of the seed, and the stream."""
+    return np.uint32(spec.seed & 0xFFFFFFFF), np.uint32(spec.seed >> 32), np.uint32(spec.stream)
+
+
 LANES = 8
-# The type is declared because callers omit the first argument in an intrinsic's definition.
-intrinsic: Callable[[Callable[..., Any]], Callable[..., Any]] = extending.intrinsic
+INT64 = ir.IntType(64)
+_INT32 = ir.IntType(32)
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)
 
 
-class LaneArrays:
-    """Read and write rows of lanes in an intrinsic's array arguments, which are float32.
+class LaneArray:
+    """Read and write an intrinsic's array argument. Rows of lanes are float32."""
 
-    In all methods, ``argument`` is the index of the array among the intrinsic's arguments.
-    """
+    def __init__(self, context: Any, builder: Any, kind: types.Array, value: Any):
+        """Store what numba passes to a code generator, with the argument's type and value."""
+        self._array = partial(context.make_array(kind), context, builder, value)
+        self._builder = builder
 
-    def __init__(self, context: Any, builder: Any, signature: Any, arguments: Sequence[Any]):
-        """Store the arguments that Numba passes to a code generator."""
-        self._context, self._builder = context, builder
-        self._types, self._arguments = signature.args, arguments
+    def pointer(self, index: Any) -> Any:
+        """Return a pointer to an entry."""
+        return self._builder.gep(self._array().data, [index])
 
-    def pointer(self, argument: int, index: Any) -> Any:
-        """Return a pointer to entry ``index`` of an array argument."""
-        array = self._context.make_array(self._types[argument])(
-            self._context, self._builder, self._arguments[argument]
-        )
-        return self._builder.gep(array.data, [index])
-
-    def _row(self, argument: int, row: Any, n: int = 1) -> Any:
-        first = self._builder.mul(row, ir.IntType(64)(LANES))
+    def _row(self, row: Any, n: int) -> Any:
+        first = self._builder.mul(row, INT64(LANES))
         vector = ir.VectorType(ir.FloatType(), n * LANES)
-        return self._builder.bitcast(self.pointer(argument, first), vector.as_pointer())
+        return self._builder.bitcast(self.pointer(first), vector.as_pointer())
 
-    def load(self, argument: int, row: Any, n: int = 1) -> Any:
+    def load(self, row: Any, n: int = 1) -> Any:
         """Return n consecutive rows of lanes, starting at ``row``, as one vector."""
-        vector = self._builder.load(self._row(argument, row, n))
+        vector = self._builder.load(self._row(row, n))
         vector.align = 4
         return vector
 
-    def strided(self, argument: int, index: Sequence[Any]) -> Any:
+    def strided(self, index: Sequence[Any]) -> Any:
         """Return eight consecutive numbers, from ``index`` on, of a matrix with any row stride."""
-        array = self._context.make_array(self._types[argument])(
-            self._context, self._builder, self._arguments[argument]
-        )
-        at = self._builder.ptrtoint(array.data, ir.IntType(64))
+        array = self._array()
+        at = self._builder.ptrtoint(array.data, INT64)
         for i, axis in enumerate(index):
             stride = self._builder.extract_value(array.strides, i)
             at = self._builder.add(at, self._builder.mul(axis, stride))
@@ -128,33 +126,57 @@ class LaneArrays:
         vector.align = 4
         return vector
 
-    def store(self, vector: Any, argument: int, row: Any, n: int = 1) -> None:
+    def store(self, vector: Any, row: Any, n: int = 1) -> None:
         """Write a vector to n consecutive rows of lanes, starting at ``row``."""
-        self._builder.store(vector, self._row(argument, row, n)).align = 4
+        self._builder.store(vector, self._row(row, n)).align = 4
 
-    def gather(self, argument: int, rows: Sequence[Any]) -> Any:
+    def gather(self, rows: Sequence[Any]) -> Any:
         """Return one or two rows of lanes, at any positions, in one vector."""
-        first = self.load(argument, rows[0])
+        first = self.load(rows[0])
         if len(rows) == 1:
             return first
-        return self._shuffle(first, self.load(argument, rows[1]), range(2 * LANES))
+        return _shuffled(self._builder, first, self.load(rows[1]), range(2 * LANES))
 
-    def scatter(self, vector: Any, argument: int, rows: Sequence[Any]) -> None:
+    def scatter(self, vector: Any, rows: Sequence[Any]) -> None:
         """Write a vector to one or two rows of lanes. This is the inverse of ``gather``."""
         for i, row in enumerate(rows):
-            part = self._shuffle(vector, vector, range(i * LANES, (i + 1) * LANES))
-            self.store(part, argument, row)
+            part = range(i * LANES, (i + 1) * LANES)
+            self.store(_shuffled(self._builder, vector, vector, part), row)
 
-    def _shuffle(self, first: Any, second: Any, lanes: Sequence[int]) -> Any:
-        mask = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), list(lanes))
-        return self._builder.shuffle_vector(first, second, mask)
 
-    def spread(self, number: Any) -> Any:
-        """Return a row of lanes with the same float32 in each lane."""
-        i32 = ir.IntType(32)
-        lane = self._builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), number, i32(0))
-        zeros = ir.Constant(ir.VectorType(i32, LANES), [0] * LANES)
-        return self._builder.shuffle_vector(lane, ir.Constant(_VECTOR, ir.Undefined), zeros)
+def vector_intrinsic(generate: Callable[..., None]) -> Callable[..., Any]:
+    """Return a function for compiled code, whose instructions ``generate`` appends to a builder.
+
+    The arguments of ``generate`` are LLVM's builder and the function's arguments: a ``LaneArray``
+    for each array, and LLVM's value for each number.
+    """
+
+    @wraps(generate)  # Numba reads the number of arguments from the signature of ``generate``.
+    def typed(_: Any, *kinds: Any) -> Any:
+        def code(context: Any, builder: Any, signature: Any, values: Sequence[Any]) -> Any:
+            del signature
+            arguments = (
+                LaneArray(context, builder, kind, value) if isinstance(kind, types.Array) else value
+                for kind, value in zip(kinds, values, strict=True)
+            )
+            generate(builder, *arguments)
+            return context.get_dummy_value()
+
+        return types.void(*kinds), code
+
+    return extending.intrinsic(typed)
+
+
+def _shuffled(builder: Any, first: Any, second: Any, lanes: Sequence[int]) -> Any:
+    mask = ir.Constant(ir.VectorType(_INT32, len(lanes)), list(lanes))
+    return builder.shuffle_vector(first, second, mask)
+
+
+def spread(builder: Any, number: Any) -> Any:
+    """Return a row of lanes with the same float32 in each lane."""
+    undefined = ir.Constant(_VECTOR, ir.Undefined)
+    lane = builder.insert_element(undefined, number, _INT32(0))
+    return _shuffled(builder, lane, undefined, [0] * LANES)
 
 
 @cache
@@ -183,37 +205,19 @@ def flush(total, sums):
         sums[i] = 0
 
 
-def _interleaved(builder: Any, first: Any, second: Any, width: int) -> tuple[Any, Any]:
-    """Exchange blocks of ``width`` lanes between two rows. This is a step of a transpose."""
-    low = [i if not i & width else i - width + LANES for i in range(LANES)]
-    high = [i + width if not i & width else i + LANES for i in range(LANES)]
-    i32 = ir.IntType(32)
-    masks = [ir.Constant(ir.VectorType(i32, LANES), mask) for mask in (low, high)]
-    return tuple(builder.shuffle_vector(first, second, mask) for mask in masks)
-
-
-@intrinsic
-def _transpose(_, x, row, matrix, first, column):
+@vector_intrinsic
+def _transpose(builder, x, row, matrix, first, column):
     """Write the transpose of an 8 x 8 part of a row-major matrix to 8 rows of lanes."""
-
-    def generate(context, builder, signature, arguments):
-        lanes = LaneArrays(context, builder, signature, arguments)
-        i64 = ir.IntType(64)
-        rows = [
-            lanes.strided(2, (builder.add(arguments[3], i64(i)), arguments[4]))
-            for i in range(LANES)
-        ]
-        for width in (1, 2, 4):
-            for i in range(LANES):
-                if not i & width:
-                    rows[i], rows[i + width] = _interleaved(
-                        builder, rows[i], rows[i + width], width
-                    )
+    rows = [matrix.strided((builder.add(first, INT64(i)), column)) for i in range(LANES)]
+    for width in (1, 2, 4):  # Each step exchanges blocks of ``width`` lanes between pairs of rows.
+        low = [i if not i & width else i - width + LANES for i in range(LANES)]
+        high = [i + width if not i & width else i + LANES for i in range(LANES)]
         for i in range(LANES):
-            lanes.store(rows[i], 0, builder.add(arguments[1], i64(i)))
-        return context.get_dummy_value()
-
-    return types.void(x, row, matrix, first, column), generate
+            if not i & width:
+                pair = rows[i], rows[i + width]
+                rows[i], rows[i + width] = (_shuffled(builder, *pair, to) for to in (low, high))
+    for i in range(LANES):
+        x.store(rows[i], builder.add(row, INT64(i)))
 
 
 @compiled

@@ -8,19 +8,20 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-from llvmlite import ir
-from numba import njit, types
+from numba import njit
 
 from trak_core.projection.cpu.simd_lanes import (
+    INT64,
     LANES,
-    LaneArrays,
     compiled,
     fill_from_lanes,
     fill_lanes,
     fill_words,
     flush,
-    intrinsic,
+    key_of,
+    spread,
     tiles_of,
+    vector_intrinsic,
 )
 from trak_core.settings import ProjectionKind, ProjectionSpec
 
@@ -32,27 +33,19 @@ COLUMN_SIGNS = 2**31  # the first Philox call of E_b; the calls of D_b start at 
 def _butterfly(radix):
     """Return the intrinsic that transforms ``radix`` rows of lanes, which are ``step`` apart."""
 
-    @intrinsic
-    def butterfly(_, x, first, step):
-        def generate(context, builder, signature, arguments):
-            i64 = ir.IntType(64)
-            lanes = LaneArrays(context, builder, signature, arguments)
-            positions = [
-                builder.add(arguments[1], builder.mul(arguments[2], i64(i))) for i in range(radix)
-            ]
-            rows = [lanes.load(0, position) for position in positions]
-            half = 1
-            while half < radix:
-                for i in range(radix):
-                    if not i & half:
-                        low, high = rows[i], rows[i | half]
-                        rows[i], rows[i | half] = builder.fadd(low, high), builder.fsub(low, high)
-                half *= 2
-            for row, position in zip(rows, positions, strict=True):
-                lanes.store(row, 0, position)
-            return context.get_dummy_value()
-
-        return types.void(x, first, step), generate
+    @vector_intrinsic
+    def butterfly(builder, x, first, step):
+        positions = [builder.add(first, builder.mul(step, INT64(i))) for i in range(radix)]
+        rows = [x.load(position) for position in positions]
+        half = 1
+        while half < radix:
+            for i in range(radix):
+                if not i & half:
+                    low, high = rows[i], rows[i | half]
+                    rows[i], rows[i | half] = builder.fadd(low, high), builder.fsub(low, high)
+            half *= 2
+        for row, position in zip(rows, positions, strict=True):
+            x.store(row, position)
 
     return butterfly
 
@@ -60,31 +53,17 @@ def _butterfly(radix):
 _butterfly_2, _butterfly_8 = _butterfly(2), _butterfly(8)
 
 
-@intrinsic
-def _multiply(_, x, row, sign):
+@vector_intrinsic
+def _multiply(builder, x, row, sign):
     """Multiply a row of ``x`` by a number."""
-
-    def generate(context, builder, signature, arguments):
-        lanes = LaneArrays(context, builder, signature, arguments)
-        product = builder.fmul(lanes.load(0, arguments[1]), lanes.spread(arguments[2]))
-        lanes.store(product, 0, arguments[1])
-        return context.get_dummy_value()
-
-    return types.void(x, row, sign), generate
+    x.store(builder.fmul(x.load(row), spread(builder, sign)), row)
 
 
-@intrinsic
-def _add_signed(_, sums, column, x, row, sign):
+@vector_intrinsic
+def _add_signed(builder, sums, column, x, row, sign):
     """Add a row of ``x``, multiplied by ``sign``, to the sums of ``column``."""
-
-    def generate(context, builder, signature, arguments):
-        lanes = LaneArrays(context, builder, signature, arguments)
-        product = builder.fmul(lanes.load(2, arguments[3]), lanes.spread(arguments[4]))
-        total = builder.fadd(lanes.load(0, arguments[1]), product)
-        lanes.store(total, 0, arguments[1])
-        return context.get_dummy_value()
-
-    return types.void(sums, column, x, row, sign), generate
+    product = builder.fmul(x.load(row), spread(builder, sign))
+    sums.store(builder.fadd(sums.load(column), product), column)
 
 
 @compiled
@@ -153,29 +132,24 @@ class Hashes(NamedTuple):
     """
 
     starts: np.ndarray  # coordinate of each parameter's first entry, then n_params, int64
+    shapes: np.ndarray  # number of rows and columns of each parameter, shape (n_parameters, 2)
     # Index of each parameter's first row and first column in ``buckets``, shape (n_parameters, 2).
     positions: np.ndarray
-    buckets: np.ndarray  # bucket of each row and column, uint32
+    buckets: np.ndarray  # bucket of each row and column, int64
     signs: np.ndarray  # sign of each row and column, +1 or -1, float32
-
-    def of(self, number: int, axis: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return buckets and signs of a parameter's ``size`` rows (axis 0) or columns (axis 1)."""
-        first = self.positions[number, axis]
-        return self.buckets[first : first + size], self.signs[first : first + size]
 
 
 @lru_cache(maxsize=16)  # one entry for each checkpoint
 def hashes_of(spec: ProjectionSpec) -> Hashes:
     """Return the buckets and signs that ``reference.py`` defines for a tensor sketch."""
     assert spec.shapes is not None
-    key = np.uint32(spec.seed & 0xFFFFFFFF), np.uint32(spec.seed >> 32), np.uint32(spec.stream)
-    k = spec.proj_dim
-    sizes = np.array(spec.shapes, np.int64)
-    starts = np.concatenate([[0], np.cumsum(sizes.prod(axis=1))])
-    ends = np.cumsum(sizes)
-    positions = (ends - sizes.ravel()).reshape(-1, 2)
-    buckets, signs = np.empty(ends[-1], np.uint32), np.empty(ends[-1], np.float32)
-    for q, (at, n) in enumerate(zip(positions.ravel(), sizes.ravel(), strict=True)):
+    key, k = key_of(spec), spec.proj_dim
+    shapes = np.array(spec.shapes, np.int64)
+    starts = np.concatenate([[0], np.cumsum(shapes.prod(axis=1))])
+    ends = np.cumsum(shapes)
+    positions = (ends - shapes.ravel()).reshape(-1, 2)
+    buckets, signs = np.empty(ends[-1], np.int64), np.empty(ends[-1], np.float32)
+    for q, (at, n) in enumerate(zip(positions.ravel(), shapes.ravel(), strict=True)):
         n_words = -(-n // k) * k
         words = np.empty(-(-n_words // 4) * 4, np.uint32)
         fill_words(words, 0, q, _TENSOR_SKETCH, key)
@@ -187,16 +161,16 @@ def hashes_of(spec: ProjectionSpec) -> Hashes:
         fill_words(words, 2**31, q, _TENSOR_SKETCH, key)
         bits = np.unpackbits(words.view(np.uint8), bitorder="little")[:n]
         signs[at : at + n] = 1 - 2 * bits.astype(np.float32)
-    return Hashes(starts, positions, buckets, signs)
+    return Hashes(starts, shapes, positions, buckets, signs)
 
 
 @compiled
 def tensor_sketch_slice_cpu(
-    rows, start, stop, first, starts, positions, buckets, signs, shapes, out
+    rows, start, stop, first, starts, shapes, positions, buckets, signs, out
 ):
     """Compute the tensor sketch, with the arguments of ``rademacher_slice_cpu``.
 
-    Instead of the key, it takes the fields of ``Hashes`` and the parameters' shapes, (n, 2), int64.
+    Instead of the key, it takes the fields of ``Hashes``.
     """
     n_samples = len(rows)
     proj_dim = out.shape[1]
@@ -215,7 +189,7 @@ def tensor_sketch_slice_cpu(
         at = block * _BLOCK - first + start
         fill_lanes(x, rows, at, start, stop)
         for c in range(max(0, start - at), min(_BLOCK, stop - at)):
-            bucket = np.int64(buckets[i]) + np.int64(buckets[j])
+            bucket = buckets[i] + buckets[j]
             if bucket >= proj_dim:
                 bucket -= proj_dim
             sign = signs[i] * signs[j]
@@ -245,18 +219,19 @@ def _norm(numbers):
 
 
 @compiled
-def fill_pairs_cpu(left, right, bucket0, sign0, bucket1, sign1, out, step, second, is_balanced):
+def fill_pairs_cpu(left, right, bucket0, sign0, bucket1, sign1, out, is_complex):
     """Write the count sketches of both factors of each token to ``out``, shape (tokens, b, 2 k).
 
-    The factors have shapes (b, tokens, n0) and (b, tokens, n1). Entry i of the sketch of ``left``
-    is ``out[..., step * i]``, and entry i of the sketch of ``right`` is
-    ``out[..., step * i + second]``. All numbers are float32. If ``is_balanced``, the two factors of
-    each token are first scaled to equal norms. If one factor is 0, both are multiplied by 0.
+    The factors have shapes (b, tokens, n0) and (b, tokens, n1). All numbers are float32. The sketch
+    of ``left`` comes first, then that of ``right``. If ``is_complex``, they alternate, and the two
+    factors of each token are first scaled to equal norms. If one factor is 0, both are multiplied
+    by 0.
     """
+    step, second = (2, 1) if is_complex else (1, out.shape[2] // 2)
     scale0 = scale1 = np.float32(1)
     for b in range(len(left)):
         for t in range(left.shape[1]):
-            if is_balanced:
+            if is_complex:
                 norm0, norm1 = _norm(left[b, t]), _norm(right[b, t])
                 scale0 = scale1 = np.float32(0)  # 0 times NaN or infinity is NaN
                 if norm0 > 0 and norm1 > 0:

@@ -10,10 +10,11 @@ from typing import Any
 
 import numba.cuda
 import numpy as np
-from numba import config
+
+from trak_core.projection.cuda.compiled import is_simulated
 
 cuda: Any = numba.cuda  # pyright cannot check the code of kernels
-SIMULATED = bool(config.ENABLE_CUDASIM)  # pyright: ignore[reportAttributeAccessIssue]
+SIMULATED = is_simulated()
 
 float32, int32, int64 = np.float32, np.int32, np.int64
 uint16, uint32, uint64 = np.uint16, np.uint32, np.uint64

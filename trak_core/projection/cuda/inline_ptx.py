@@ -4,7 +4,7 @@ Matrix products are marked as having side effects. All 32 threads of a warp must
 together, so the compiler must not move them into code that only some threads reach.
 """
 
-from collections.abc import Callable
+from inspect import Parameter, Signature
 from typing import Any
 
 import numba.cuda
@@ -12,33 +12,42 @@ from llvmlite import ir
 from numba.cuda.extending import intrinsic
 
 types: Any = numba.cuda.types  # pyright: ignore[reportAttributeAccessIssue]
-_INT32, _INT64, _FLOAT, _VOID = ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.VoidType()
-_INTS, _FLOATS = (ir.LiteralStructType([number] * 4) for number in (_INT32, _FLOAT))
+_INT32, _INT64 = ir.IntType(32), ir.IntType(64)
+_WORD, _WORDS = types.uint32, types.UniTuple(types.uint32, 4)
+_NUMBER, _NUMBERS = types.float32, types.UniTuple(types.float32, 4)
+_LLVM_TYPES = {
+    types.void: ir.VoidType(),
+    _WORD: _INT32,
+    _WORDS: ir.LiteralStructType([_INT32] * 4),
+    _NUMBERS: ir.LiteralStructType([ir.FloatType()] * 4),
+}
 
 
 def _instruction(
-    signature: Any, result: Any, text: str, constraints: str, *, side_effect: bool = True
-) -> tuple[Any, Callable[..., Any]]:
-    """Return the signature and the code generator of one instruction."""
+    text: str, constraints: str, result: Any, *arguments: Any, side_effect: bool = True
+) -> Any:
+    """Return a device function that executes one instruction."""
 
-    def generate(context, builder, signature, arguments):
-        function = ir.FunctionType(result, [argument.type for argument in arguments])
+    def generate(context, builder, signature, values):
+        function = ir.FunctionType(_LLVM_TYPES[result], [value.type for value in values])
         assembly = ir.InlineAsm(function, text, constraints, side_effect=side_effect)
-        value = builder.call(assembly, arguments)
-        if result is _VOID:
+        value = builder.call(assembly, values)
+        if result == types.void:
             return context.get_dummy_value()
-        if result in (_INTS, _FLOATS):
+        if result in (_WORDS, _NUMBERS):
             fields = [builder.extract_value(value, i) for i in range(4)]
             return context.make_tuple(builder, signature.return_type, fields)
         return value
 
-    return signature, generate
+    def typed(*_):
+        return result(*arguments), generate
 
-
-def _address(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-    """Return the address of an array argument."""
-    data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-    return builder.ptrtoint(data, _INT64)
+    # Numba reads the number of arguments from the signature. The first is its own context.
+    names = "context", *(f"argument_{i}" for i in range(len(arguments)))
+    typed.__signature__ = Signature([
+        Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names
+    ])
+    return intrinsic(typed)
 
 
 def repeated(body: Any, n: int) -> Any:
@@ -61,52 +70,49 @@ def repeated(body: Any, n: int) -> Any:
     return calls
 
 
-def _matrix_product(dtype: str) -> Callable[..., Any]:
+def _matrix_product(dtype: str) -> Any:
     text = (
         f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32 "
         "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
     )
-    word, number = types.uint32, types.float32
-    signature = types.UniTuple(number, 4)(*[word] * 6, *[number] * 4)
-
-    @intrinsic
-    def mma(_, a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
-        del a0, a1, a2, a3, b0, b1, c0, c1, c2, c3
-        return _instruction(signature, _FLOATS, text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f")
-
-    return mma
+    constraints = "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f"
+    return _instruction(text, constraints, _NUMBERS, *[_WORD] * 6, *[_NUMBER] * 4)
 
 
 mma_float16 = _matrix_product("f16")
 mma_bfloat16 = _matrix_product("bf16")
 
+# (a & mask) ^ b for the arguments a, mask and b.
+and_xor = _instruction(
+    "lop3.b32 $0, $1, $2, $3, 0x6a;", "=r,r,r,r", _WORD, _WORD, _WORD, _WORD, side_effect=False
+)
 
-@intrinsic
-def and_xor(_, a, mask, b):
-    """Return (a & mask) ^ b in one instruction."""
-    del a, mask, b
-    word, text = types.uint32, "lop3.b32 $0, $1, $2, $3, 0x6a;"
-    return _instruction(word(word, word, word), _INT32, text, "=r,r,r,r", side_effect=False)
+# A copy of a word for which the compiler cannot reuse results from the word.
+opaque_copy = _instruction("mov.b32 $0, $1;", "=r,r", _WORD, _WORD)
+
+# Start to copy 16 bytes to shared memory. The arguments are the destination, the source and a
+# number of bytes, beyond which the copied bytes become zeros.
+copy_async = _instruction(
+    *("cp.async.cg.shared.global [$0], [$1], 16, $2;", "r,l,r,~{memory}"),
+    *(types.void, _WORD, types.uint64, _WORD),
+)
+
+# Wait for all copies that this thread has started.
+wait_for_copies = _instruction("cp.async.wait_all;", "~{memory}", types.void)
+
+# This thread's register for each of four 8 x 8 matrices of 16-bit numbers, from their address.
+load_matrices = _instruction(
+    "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0,$1,$2,$3}, [$4];",
+    "=r,=r,=r,=r,r,~{memory}",
+    _WORDS,
+    _WORD,
+)
 
 
-@intrinsic
-def opaque_copy(_, word):
-    """Return a copy of ``word`` for which the compiler cannot reuse results from ``word``."""
-    del word
-    return _instruction(types.uint32(types.uint32), _INT32, "mov.b32 $0, $1;", "=r,r")
-
-
-@intrinsic
-def shared_address(_, array):
-    """Return the 32-bit address of an array in shared memory."""
-    text = "cvta.to.shared.u64 $0, $1;"
-    _, convert = _instruction(None, _INT64, text, "=l,l", side_effect=False)
-
-    def generate(context, builder, signature, arguments):
-        start = _address(context, builder, signature, arguments)
-        return builder.trunc(convert(context, builder, signature, [start]), _INT32)
-
-    return types.uint32(array), generate
+def _address(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    """Return the address of an array argument."""
+    data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+    return builder.ptrtoint(data, _INT64)
 
 
 @intrinsic
@@ -116,24 +122,13 @@ def global_address(_, array):
 
 
 @intrinsic
-def copy_async(_, destination, source, n_bytes):
-    """Start to copy 16 bytes to shared memory. Bytes beyond ``n_bytes`` become zeros."""
-    del destination, source, n_bytes
-    text = "cp.async.cg.shared.global [$0], [$1], 16, $2;"
-    signature = types.void(types.uint32, types.uint64, types.uint32)
-    return _instruction(signature, _VOID, text, "r,l,r,~{memory}")
+def shared_address(_, array):
+    """Return the 32-bit address of an array in shared memory."""
 
+    def generate(context, builder, signature, arguments):
+        function = ir.FunctionType(_INT64, [_INT64])
+        convert = ir.InlineAsm(function, "cvta.to.shared.u64 $0, $1;", "=l,l")
+        start = _address(context, builder, signature, arguments)
+        return builder.trunc(builder.call(convert, [start]), _INT32)
 
-@intrinsic
-def wait_for_copies(_):
-    """Wait for all copies that this thread has started."""
-    return _instruction(types.void(), _VOID, "cp.async.wait_all;", "~{memory}")
-
-
-@intrinsic
-def load_matrices(_, address):
-    """Return this thread's register for each of four 8 x 8 matrices of 16-bit numbers."""
-    del address
-    text = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0,$1,$2,$3}, [$4];"
-    signature = types.UniTuple(types.uint32, 4)(types.uint32)
-    return _instruction(signature, _INTS, text, "=r,=r,=r,=r,r,~{memory}")
+    return types.uint32(array), generate
