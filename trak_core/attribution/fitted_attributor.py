@@ -375,7 +375,7 @@ class FittedAttributor(ABC):
         """Return a checkpoint's scorer. If it reads features from a file, ``_files`` closes it."""
         scorer = self._held.get(name) or self._read_scorer(name)
         if isinstance(scorer.features, Rows):
-            self._files.callback(scorer.features.artifact.held.close)
+            self._files.callback(scorer.features.artifact.close)
         return scorer
 
     def _read_scorer(self, name: str) -> Scorer:
