@@ -68,6 +68,15 @@ def fixed_randomness():
     torch.set_num_threads(1)
 
 
+@pytest.fixture
+def float64():
+    import torch
+
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
 # Imports within fixtures: most tests need no Snakemake, and the lowest versions no filelock.
 
 
