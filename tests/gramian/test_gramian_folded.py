@@ -92,31 +92,30 @@ RNG = np.random.default_rng(0)
 J, J_T = RNG.standard_normal((9, 20)), RNG.standard_normal((4, 20))
 
 
-def exact(gramian, cross, weights, damping):
-    damped = DampedGramian.factorize(gramian, weights, damping)
-    return damped.similarities(cross), damped.ridge
-
-
 @pytest.mark.parametrize("damping", [0.01, 2.0])
 @pytest.mark.parametrize("weights", [RNG.random(9), np.array([0, 1, 0, 2, 3, 1, 1e-9, 1, 1])])
 @pytest.mark.parametrize("n_params", [20, 6])
 def test_exact_scores_equal_the_formula(n_params, weights, damping):
-    """J (J^T W J + ridge I)^-1 J_t^T, in the space of the parameters."""
+    """J (J^T W J + ridge I)^-1 J_t^T in the space of the parameters, and the norm for J_t = J."""
     j, j_t = J[:, :n_params], J_T[:, :n_params]
     ridge = damping * np.mean(weights * (j**2).sum(1))
-    expected = j @ np.linalg.solve((j.T * weights) @ j + ridge * np.eye(n_params), j_t.T)
-    scores, used = exact(j @ j.T, j @ j_t.T, weights, damping)
-    np.testing.assert_allclose(scores, expected, rtol=1e-9, atol=1e-11)
-    np.testing.assert_allclose(used, ridge)
+    left = j @ np.linalg.inv((j.T * weights) @ j + ridge * np.eye(n_params))
+    damped = DampedGramian.factorize(j @ j.T, weights, damping)
+    scores = damped.similarities(j @ j_t.T)
+    np.testing.assert_allclose(scores, left @ j_t.T, rtol=1e-9, atol=1e-11)
+    np.testing.assert_allclose(damped.ridge, ridge)
+    q = np.linspace(-1, 2, 9)
+    norm = np.linalg.norm(q[:, None] * (left @ j.T))
+    np.testing.assert_allclose(damped.train_norm(q), norm, rtol=1e-9)
 
 
 def test_exact_scores_without_damping():
     """With fewer samples than parameters, the limit of ever less damping."""
     weights = 0.5 + RNG.random(9)
-    scores, ridge = exact(J @ J.T, J @ J_T.T, weights, 0)
+    damped = DampedGramian.factorize(J @ J.T, weights, 0)
     limit = J @ np.linalg.pinv((J.T * weights) @ J, rcond=1e-10) @ J_T.T
-    np.testing.assert_allclose(scores, limit, rtol=1e-8)
-    assert ridge == 0
+    np.testing.assert_allclose(damped.similarities(J @ J_T.T), limit, rtol=1e-8)
+    assert damped.ridge == 0
 
 
 @pytest.mark.parametrize(
@@ -125,4 +124,4 @@ def test_exact_scores_without_damping():
 )
 def test_ill_conditioned_gramians_are_refused(j, weights, damping):
     with pytest.raises(InputError, match=r"condition number .* Raise `scoring\.damping`"):
-        exact(j @ j.T, j @ j.T, weights, damping)
+        DampedGramian.factorize(j @ j.T, weights, damping)
