@@ -77,6 +77,13 @@ def float64():
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """The test's own folder, as the current folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 # Imports within fixtures: most tests need no Snakemake, and the lowest versions no filelock.
 
 

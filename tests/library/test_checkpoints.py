@@ -84,15 +84,12 @@ BESIDE = {
 
 @pytest.mark.parametrize("wrapper", ["state_dict", "model"])
 @pytest.mark.parametrize("name", BESIDE)
-def test_objects_beside_the_weights_are_left_where_they_are(
-    state, tmp_path, name, wrapper, monkeypatch
-):
+def test_objects_beside_the_weights_are_left_where_they_are(state, here, name, wrapper):
     """As in files of Lightning and of many trainings."""
-    monkeypatch.chdir(tmp_path)
-    path, known = tmp_path / "a.ckpt", {*torch.serialization.get_safe_globals()}
+    path, known = here / "a.ckpt", {*torch.serialization.get_safe_globals()}
     torch.save({"hyper_parameters": BESIDE[name], wrapper: state, "epoch": 3}, path)
     assert same(state, path)
-    assert [p.name for p in tmp_path.iterdir()] == ["a.ckpt"]
+    assert [p.name for p in here.iterdir()] == ["a.ckpt"]
     assert {*torch.serialization.get_safe_globals()} == known
     # Among the weights they are refused, as ever.
     for saved in (

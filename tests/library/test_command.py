@@ -29,25 +29,23 @@ def test_all_cores_are_used_without_a_limit(words):
     assert snakemake_command("a.yaml", ["-n"])[3:] == ["-n", "--cores", "all"]
 
 
-def test_a_profile_is_that_of_the_package_or_of_the_current_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_profile_is_that_of_the_package_or_of_the_current_folder(here):
     given = ["--profile", "slurm", "--profile", "slurm-gpu"]
     profiles = snakemake_command("a.yaml", given)[4::2]
     folders = [workflow_folder().parent / name for name in ("slurm", "slurm-gpu")]
     assert profiles == [str(folder) for folder in folders]
     assert all((folder / "profile.yaml").is_file() for folder in folders)
     assert snakemake_command("a.yaml", ["--profile=slurm"])[3] == f"--profile={folders[0]}"
-    (tmp_path / "slurm").mkdir()
+    (here / "slurm").mkdir()
     assert snakemake_command("a.yaml", given)[4] == "slurm"
 
 
-def test_what_is_no_config_is_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_what_is_no_config_is_refused(here, monkeypatch):
     with refused("command.no_config", "scores"):
         run("scores", ["mine.yaml"])
     with refused("command.no_config", "mine.yaml"):
         run("mine.yaml", [])
-    (tmp_path / "mine.yaml").touch()
+    (here / "mine.yaml").touch()
     with refused("command.second_config", "mine.yaml", workflow_folder() / "Snakefile"):
         run("mine.yaml", ["--configfile=more.yaml"])
     monkeypatch.setattr("trak_core.command.run.find_spec", lambda _: None)
@@ -63,9 +61,8 @@ def test_what_is_no_config_is_refused(tmp_path, monkeypatch):
         (b"a: 1\nb: \xff\n", "0xff"),
     ],
 )
-def test_invalid_yaml_is_refused_with_its_line(tmp_path, monkeypatch, text, shown):
+def test_invalid_yaml_is_refused_with_its_line(here, monkeypatch, text, shown):
     """Snakemake would report no line."""
-    monkeypatch.chdir(tmp_path)
     Path("mine.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     monkeypatch.setattr("trak_core.command.run.os.execv", lambda *_: None)
     with refused("config.no_yaml", "mine.yaml", re.compile(shown)):
@@ -100,9 +97,8 @@ def test_the_version_is_the_package_s(capsys):
     assert capsys.readouterr().out == f"trak-core {version('trak-core')}\n"
 
 
-def test_the_brief_log_is_used_on_this_machine_only(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.yaml").touch()
+def test_the_brief_log_is_used_on_this_machine_only(here, monkeypatch):
+    (here / "mine.yaml").touch()
     called = []
     monkeypatch.setattr("os.execv", lambda _, words: called.append(words))
     for words in ([], ["-n"], ["--profile", "slurm"], ["--executor=slurm"]):
@@ -111,12 +107,11 @@ def test_the_brief_log_is_used_on_this_machine_only(tmp_path, monkeypatch):
     assert not any("--logger=trak" in words[4:] for words in called)
 
 
-def test_imports_of_jobs_start_before_snakemake_if_there_are_jobs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_imports_of_jobs_start_before_snakemake_if_there_are_jobs(here, monkeypatch):
     monkeypatch.setattr("trak_core.command.run._can_fork", lambda: True)
     called = []
     monkeypatch.setattr("os.execv", lambda _, words: called.append(words))
-    config, record = tmp_path / "mine.yaml", tmp_path / "made" / "config.json"
+    config, record = here / "mine.yaml", here / "made" / "config.json"
 
     def begins(*words):
         """Return whether imports start at once, which needs jobs that are forks."""
@@ -126,7 +121,7 @@ def test_imports_of_jobs_start_before_snakemake_if_there_are_jobs(tmp_path, monk
         return is_early
 
     config.write_text("{results: made, study: mine.py}")
-    (tmp_path / "mine.py").write_text("import xml.dom")
+    (here / "mine.py").write_text("import xml.dom")
     assert begins("scores")
     assert called[-1][-3] == "--forks-preload=trak_core.runtime.job:import_stages(),xml.dom"
     record.parent.mkdir()

@@ -30,16 +30,15 @@ DATED = (
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def folder(here):
 
     def saved(template, **special):
-        small.gpt2().save_pretrained(tmp_path / "out")
+        small.gpt2().save_pretrained(here / "out")
         made = tokenizer()
         made.chat_template = template
         made.add_special_tokens(special)
-        made.save_pretrained(tmp_path / "out")
-        return str(tmp_path / "out")
+        made.save_pretrained(here / "out")
+        return str(here / "out")
 
     return saved
 

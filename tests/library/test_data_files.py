@@ -11,14 +11,13 @@ from trak_core.runtime.files import data_digests, disk_full_error, file_digest, 
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(here, monkeypatch):
     """Two tables and a picture, changed long ago as far as the module knows."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(files, "CLOCK_NS", 0)
     for name in ("data/a.csv", "data/deep/b.csv", "data/deep/c.png"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(name)
-    return tmp_path
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / name).write_text(name)
+    return here
 
 
 @pytest.fixture

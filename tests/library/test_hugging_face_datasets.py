@@ -107,10 +107,9 @@ def test_saved_data_sets_that_are_refused(tmp_path):
         read_rows(tmp_path / "folder")
 
 
-def test_trak_init_takes_saved_data_sets(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_trak_init_takes_saved_data_sets(here, monkeypatch):
     datasets.DatasetDict(train=of_texts(), test=of_texts()).save_to_disk("mine/data")
-    out = tmp_path / "mine/out"
+    out = here / "mine/out"
     out.mkdir()
     (out / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
     monkeypatch.setattr("trak_core.command.init._loadable", lambda paths, _report: paths)

@@ -17,6 +17,7 @@ from trak_core.config.checkpoint_list import checkpoint_table
 from trak_core.config.read_config import check_config
 from trak_core.ready_made.tabular import tabular
 
+pytestmark = pytest.mark.usefixtures("here")
 SCHEMA = yaml.safe_load(
     (Path(__file__).parents[2] / "workflow/schemas/config.schema.yaml").read_text()
 )
@@ -24,12 +25,6 @@ CAUSAL = json.dumps({"architectures": ["GPT2LMHeadModel"], "n_embd": 4})
 CLASSIFIER = json.dumps({"architectures": ["BertForSequenceClassification"]})
 ADAPTER = json.dumps({"task_type": "CAUSAL_LM", "base_model_name_or_path": "base"})
 TEXTS = '{"text": "red", "id": "a"}\n{"text": "blue", "id": "b"}\n'
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def written(files, *words):
@@ -372,22 +367,22 @@ def test_each_checkpoint_has_a_different_key():
     assert sorted(yaml.safe_load(text)["checkpoints"].values()) == sorted(names)
 
 
-def test_images_in_the_current_folder_are_refused(folder, monkeypatch):
-    write({f"here/{name}/1.png": "" for name in ("a", "b")} | {"here/m.pt": ""})
-    monkeypatch.chdir("here")
-    with refused("command.results_here", folder / "here", "init here"):
+def test_images_in_the_current_folder_are_refused(here, monkeypatch):
+    write({f"mine/{name}/1.png": "" for name in ("a", "b")} | {"mine/m.pt": ""})
+    monkeypatch.chdir("mine")
+    with refused("command.results_here", here / "mine", "init mine"):
         init([])
     monkeypatch.chdir("..")
-    init(["here"])
+    init(["mine"])
     config = yaml.safe_load(Path("trak.yaml").read_text())
-    assert config["study_arguments"]["images"] == "here"
-    monkeypatch.chdir("here")
+    assert config["study_arguments"]["images"] == "mine"
+    monkeypatch.chdir("mine")
     with refused("config.results_in_images", "images", "results"):
         own = {"results": "results", "study_arguments": {"images": ".", "model": "resnet18"}}
         with_ready_study({**config, **own})
 
 
-def test_a_folder_without_a_study_is_refused(folder):
+def test_a_folder_without_a_study_is_refused(here):
     write({"train/a/1.png": "", "train/b/1.png": ""})
     with refused(
         "command.no_study", "4 levels of subfolders, train. Found folders of images: train"
@@ -407,7 +402,7 @@ def test_a_folder_without_a_study_is_refused(folder):
     write({"out/config.json": "{"})
     with refused("command.weights_config", "out/config.json", re.compile(r"Expecting.*[)]")):
         init([])
-    assert not (folder / "trak.yaml").exists()
+    assert not (here / "trak.yaml").exists()
 
 
 def test_a_study_is_found_in_subfolders():
@@ -430,14 +425,14 @@ def test_folders_that_are_not_searched():
         init([])
 
 
-def test_wrong_names_of_configs_and_weights_in_the_current_folder_are_refused(folder, monkeypatch):
+def test_wrong_names_of_configs_and_weights_in_the_current_folder_are_refused(here, monkeypatch):
     write({"out/config.json": CAUSAL, "out/train.jsonl": TEXTS})
     with refused("command.config_name", "none/trak.yaml"):
         init(["--config", "none/trak.yaml"])
     with refused("command.config_name", "trak.txt"):
         init(["--config", "trak.txt"])
     monkeypatch.chdir("out")
-    with refused("command.results_here", folder / "out", "init out"):
+    with refused("command.results_here", here / "out", "init out"):
         init([])
     write({"checkpoint-4/config.json": CAUSAL})  # a Trainer's
     init([])

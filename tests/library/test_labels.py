@@ -18,9 +18,8 @@ SUFFIXES = [".csv", ".tsv", ".jsonl"]
 
 
 @pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "net.py").write_text(NET)
+def net(here):
+    (here / "net.py").write_text(NET)
 
 
 def rows_with(labels, suffix, **fields):

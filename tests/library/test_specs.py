@@ -46,13 +46,12 @@ EVALUATION = {
 
 
 @pytest.fixture
-def made(tmp_path, monkeypatch):
+def made(here):
     """Make the specs of a changed config.
 
     Keys of a change may be paths, such as scoring__top; None takes a key away.
     """
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "study.py").write_text("make_model = None\n")
+    (here / "study.py").write_text("make_model = None\n")
 
     def specs(**changes):
         config = copy.deepcopy(CONFIG)

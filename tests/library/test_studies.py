@@ -20,15 +20,11 @@ from trak_core.ready_made.ready_study import field, needed
 from trak_core.ready_made.tabular import tabular
 from trak_core.ready_made.text_classification import text_classification
 
+pytestmark = pytest.mark.usefixtures("here")
 transformers = pytest.importorskip("transformers", reason="with the extra `test`")
 few_words, small = pytest.importorskip("few_words"), pytest.importorskip("texts")
 ids, tokenizer, write = few_words.ids, few_words.tokenizer, few_words.write
 NET = "from torch import nn\n\ndef net(n=2):\n    return nn.Linear(2, n)\n"
-
-
-@pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
