@@ -9,7 +9,7 @@ import pytest
 import torch
 from pipeline import run_stages
 from refused import refused
-from safetensors.torch import save_file
+from stored_weights import save
 from torch import nn
 from trained_cases import STUDIES
 
@@ -261,7 +261,7 @@ def test_where_there_is_no_state(tmp_path, name, content, code, value):
     if isinstance(content, bytes):
         path.write_bytes(content)
     elif content is not None:
-        (save_file if path.suffix == ".safetensors" else torch.save)(content, path)
+        save(content, path)
     checkpoint = tmp_path if name == "optimizer.pt" else path
     with refused(f"study.{code}", path, value):
         all_scales(nn.Linear(1, 1), checkpoint)
