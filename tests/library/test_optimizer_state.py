@@ -13,8 +13,6 @@ from stored_weights import save
 from torch import nn
 from trained_cases import STUDIES
 
-from trak_core.projection.reference import projection_matrix
-from trak_core.settings import ProjectionSpec, matrix_shape, stream_of
 from trak_core.study.optimizer_state import adam_scales
 from trak_core.study.study import Study
 
@@ -291,10 +289,7 @@ def test_features_are_those_of_divided_gradients(trained, tmp_path, kind, monkey
     split = study.split("mine", targets)
     samples = [split.samples[i] for i in range(len(targets))]
     gradients, _, _ = oracle.jacobian(model.double().eval(), samples, "image_classification")
-    shapes = [matrix_shape(p.shape) for p in model.parameters()]
-    own = {"stream": stream_of("c0"), "shapes": shapes if kind == "tensor_sketch" else None}
-    spec = ProjectionSpec(kind=kind, n_params=len(scale), proj_dim=64, seed=0, **own)
-    wanted = (gradients * scale) @ projection_matrix(spec) * spec.scale
+    wanted = oracle.projected(gradients * scale, 64, kind, parameters=model.parameters())
     file = tmp_path / "features/c0/mine.h5"
     found = pd.read_hdf(file, "features").to_numpy()
     assert np.abs(found - wanted).max() < 1e-5 * np.abs(wanted).max()

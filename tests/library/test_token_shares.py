@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from projections import spec_for
 from torch import nn
 
 from trak_core.attribution.deferred_logits import MarginsOfTokens
@@ -22,38 +23,18 @@ from trak_core.gradients.model_inputs import as_batch
 from trak_core.model_outputs.about_outputs import TABLE
 from trak_core.projection import Contractions
 from trak_core.projection.reference import projection_matrix
-from trak_core.settings import ProjectionSpec, matrix_shape
 
-transformers = pytest.importorskip("transformers")
+small = pytest.importorskip("texts", reason="needs transformers, which `make test` has")
 N_TEXTS, N_TOKENS, N_WORDS = 3, 7, 11
 
 
-def spec_of(parameters, kind="rademacher", proj_dim=32):
-    """The projection of these parameters."""
-    n_params = sum(p.numel() for p in parameters.values())
-    shapes = [matrix_shape(p.shape) for p in parameters.values()]
-    return ProjectionSpec(
-        kind=kind,
-        n_params=n_params,
-        proj_dim=proj_dim,
-        seed=1,
-        stream=2,
-        shapes=shapes if kind == "tensor_sketch" else None,
-    )
-
-
 def gpt2():
-    size = {"n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": N_TOKENS, "vocab_size": N_WORDS}
-    tokens = {"bos_token_id": None, "eos_token_id": None, "loss_type": "ForCausalLM"}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, **tokens))
+    return small.gpt2(n_embd=8, n_positions=N_TOKENS, vocab_size=N_WORDS)
 
 
 def llama():
-    size = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": N_WORDS}
-    tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    config = transformers.LlamaConfig(**size, **heads, **tokens, tie_word_embeddings=False)
-    return transformers.LlamaForCausalLM(config)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False}
+    return small.llama(hidden_size=8, intermediate_size=12, vocab_size=N_WORDS, **heads)
 
 
 class PerToken(nn.Module):
@@ -116,7 +97,6 @@ def oracle(model, text, parameters):
 @pytest.mark.parametrize("make", [gpt2, llama])
 def test_shares_are_those_of_copies(make, kind, scaled, proj_dim, monkeypatch):
     """A tensor sketch uses factors of entries without scales, even if that is not cheaper here."""
-    torch.manual_seed(0)
     monkeypatch.setattr(Contractions, "prefers_factors", lambda *_: True)
     if kind == "hadamard":  # directions are held for few parameters, else computed in parts
         monkeypatch.setattr("trak_core.attribution.token_shares.PIECE", 300)
@@ -127,7 +107,7 @@ def test_shares_are_those_of_copies(make, kind, scaled, proj_dim, monkeypatch):
     for parameter in model.parameters():  # norms and biases too
         nn.init.normal_(parameter, std=0.3)
     parameters = select_parameters(model, None)
-    spec = spec_of(parameters, kind, proj_dim)
+    spec = spec_for(parameters, proj_dim, kind)
     vectors = torch.randn(4, proj_dim)
     # The second text is in no pair, the first in three.
     pair_list = [(0, 0), (0, 3), (0, 1), (2, 1)]
@@ -178,10 +158,9 @@ class WithBias(nn.Module):
 @pytest.mark.parametrize("kind", ["rademacher", "tensor_sketch"])
 @pytest.mark.parametrize("make", [llama, WithBias])
 def test_deferred_logits_have_the_same_shares(make, kind, monkeypatch):
-    torch.manual_seed(0)
     model, output = make().eval(), TABLE["language_modelling"].load()
     parameters = select_parameters(model, None)
-    spec = spec_of(parameters, kind)
+    spec = spec_for(parameters, 32, kind)
     monkeypatch.setattr(Contractions, "prefers_factors", lambda *_: True)
     texts = torch.randint(N_WORDS, (N_TEXTS, N_TOKENS))
     batch = as_batch({"input_ids": texts, "labels": texts}, output)
@@ -226,13 +205,12 @@ class Routed(nn.Module):
 
 def test_ranks_of_routed_tokens_are_not_tokens():
     """The first text's tokens are ranked by their places, the second's are not."""
-    torch.manual_seed(0)
     model, output = Routed().eval(), TABLE["language_modelling"].load()
     parameters = {n: p for n, p in select_parameters(model, None).items() if "expert" in n}
     texts = torch.randint(1, N_WORDS, (2, N_TOKENS))
     texts[1, :3] = 0
     pairs = Pairs(torch.tensor([0, 1]), torch.tensor([0, 0]))
-    directions = Directions(parameters, spec_of(parameters), torch.randn(1, 32))
+    directions = Directions(parameters, spec_for(parameters, 32, "rademacher"), torch.randn(1, 32))
     shares = Shares(parameters, directions, pairs, N_TOKENS)
     batch = as_batch({"input_ids": texts, "labels": texts}, output)
     gradients_at_once(model, parameters, output, batch, shares)
@@ -246,7 +224,7 @@ def test_a_sample_without_pairs_has_no_shares():
     model, output = llama().eval(), TABLE["language_modelling"].load()
     parameters = select_parameters(model, None)
     none = torch.tensor([], dtype=torch.long)
-    directions = Directions(parameters, spec_of(parameters), torch.randn(1, 32))
+    directions = Directions(parameters, spec_for(parameters, 32, "rademacher"), torch.randn(1, 32))
     shares = Shares(parameters, directions, Pairs(none, none), N_TOKENS)
     texts = torch.randint(N_WORDS, (2, N_TOKENS))
     batch = as_batch({"input_ids": texts, "labels": texts}, output)
@@ -258,7 +236,7 @@ def test_held_directions_are_no_more_than_a_piece(monkeypatch):
     """Layers of one size are held as far as they fit."""
     monkeypatch.setattr("trak_core.attribution.token_shares.PIECE", 100)
     parameters = dict(nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))).named_parameters())
-    directions = Directions(parameters, spec_of(parameters), torch.randn(2, 32))
+    directions = Directions(parameters, spec_for(parameters, 32, "rademacher"), torch.randn(2, 32))
     for parameter in parameters.values():
         directions.rows_of(parameter, slice(None))
     # Five biases of four entries, and one matrix of sixteen, for two vectors.

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from projections import spec_with
 
 from trak_core.projection import OuterProducts, project, tensor_sketch
 from trak_core.projection.reference import projection_matrix
@@ -10,14 +11,6 @@ from trak_core.projection.tensor_sketch import _add_transforms, _fill_counts, ad
 from trak_core.settings import ProjectionSpec
 
 CPU = torch.device("cpu")
-
-
-def spec_of(shapes, proj_dim, **other):
-    n_params = sum(n0 * n1 for n0, n1 in shapes)
-    fields = {"seed": 3, "stream": 5} | other
-    return ProjectionSpec(
-        kind="tensor_sketch", n_params=n_params, proj_dim=proj_dim, shapes=shapes, **fields
-    )
 
 
 def factors(shapes, n_samples, n_tokens):
@@ -41,7 +34,7 @@ def test_factors_give_the_sketch_of_what_they_stand_for(
     proj_dim, n_samples, n_tokens, by_kernels, monkeypatch
 ):
     monkeypatch.setattr(tensor_sketch, "_has_kernels", lambda _: by_kernels)
-    spec, pairs = spec_of(SHAPES, proj_dim), factors(SHAPES, n_samples, n_tokens)
+    spec, pairs = spec_with(SHAPES, proj_dim), factors(SHAPES, n_samples, n_tokens)
     formed = torch.cat([(a.mT @ b).flatten(1) for a, b in pairs], dim=1)
     expected = formed.numpy().astype(float) @ projection_matrix(spec)
     # What is added up, without cancellation.
@@ -68,7 +61,7 @@ def sketches(pairs, spec):
 def test_factors_of_any_size_are_sketched_as_exactly(exponents, by_kernels, monkeypatch):
     """Powers of ten whose squares float32 doesn't hold; other tokens keep their own precision."""
     monkeypatch.setattr(tensor_sketch, "_has_kernels", lambda _: by_kernels)
-    spec, pairs = spec_of(SHAPES, 64), factors(SHAPES, 2, 6)
+    spec, pairs = spec_with(SHAPES, 64), factors(SHAPES, 2, 6)
     scaled = [tuple(side.double() for side in pair) for pair in pairs]
     for sides in scaled:
         for side, exponent in zip(sides, exponents, strict=True):
@@ -83,7 +76,7 @@ def test_factors_of_any_size_are_sketched_as_exactly(exponents, by_kernels, monk
 @BOTH_WAYS
 def test_a_factor_beside_zeros_adds_nothing_unless_it_is_not_finite(by_kernels, monkeypatch):
     monkeypatch.setattr(tensor_sketch, "_has_kernels", lambda _: by_kernels)
-    spec, pairs = spec_of(SHAPES, 64), factors(SHAPES, 3, 2)
+    spec, pairs = spec_with(SHAPES, 64), factors(SHAPES, 3, 2)
     expected = sketches([(a[:, :1], b[:, :1]) for a, b in pairs], spec)
     for a, b in pairs:
         a[:, 1] *= 1e6
@@ -97,7 +90,7 @@ def test_a_factor_beside_zeros_adds_nothing_unless_it_is_not_finite(by_kernels, 
 
 def test_pairs_are_counted_by_torch_as_by_the_kernels(monkeypatch):
     """What runs on a GPU: exactly, with sums of small integers and no scale."""
-    spec, generator = spec_of(SHAPES, 64), torch.Generator().manual_seed(1)
+    spec, generator = spec_with(SHAPES, 64), torch.Generator().manual_seed(1)
     for number, (n0, n1) in enumerate(SHAPES):
         a, b = (torch.randint(-3, 4, (2, 5, n), generator=generator).float() for n in (n0, n1))
         counted = [torch.empty(5, 2, 2, 64) for _ in range(2)]
@@ -124,7 +117,7 @@ def test_squares_are_summed_over_tokens(by_kernels, monkeypatch):
 @pytest.mark.parametrize("proj_dim", [37, 256])
 def test_rows_of_a_table_are_looked_up(proj_dim):
     shapes = [(50, 12), (4, 4)]
-    spec = spec_of(shapes, proj_dim)
+    spec = spec_with(shapes, proj_dim)
     indices = torch.tensor([[0, 49, 49], [7, 7, 7]])
     right = torch.randn(2, 3, 12)
     sums = OuterProducts(spec, 2, CPU)
@@ -139,7 +132,7 @@ def test_rows_of_a_table_are_looked_up(proj_dim):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_are_added_by_torch_as_by_the_kernel(dtype, monkeypatch):
     """Exactly: sums of small integers."""
-    spec = spec_of(SHAPES, 64)
+    spec = spec_with(SHAPES, 64)
     generator = torch.Generator().manual_seed(1)
     x = torch.randint(-8, 9, (3, spec.n_params), generator=generator).to(dtype)
     expected = project(x, spec)
@@ -157,7 +150,7 @@ def test_rows_are_added_by_torch_as_by_the_kernel(dtype, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_factors_of_other_precision(dtype):
-    spec, pairs = spec_of(SHAPES, 64), factors(SHAPES, 2, 3)
+    spec, pairs = spec_with(SHAPES, 64), factors(SHAPES, 2, 3)
     pairs = [tuple(side.to(dtype) for side in pair) for pair in pairs]
     actual, expected = (OuterProducts(spec, 2, CPU) for _ in range(2))
     for number, (a, b) in enumerate(pairs):
@@ -167,7 +160,7 @@ def test_factors_of_other_precision(dtype):
 
 
 def test_a_spec_comes_back_from_json():
-    spec = spec_of(SHAPES, 64)
+    spec = spec_with(SHAPES, 64)
     assert ProjectionSpec(**spec.as_dict()) == spec
     assert spec.scaled()["scale"] == "1"
     assert hash(spec) == hash(ProjectionSpec(**spec.as_dict()))
