@@ -10,22 +10,10 @@ from torch import nn
 from trak_core.attribution.solve import DampedGramian
 from trak_core.errors import InputError
 from trak_core.gradients import formed_gradients, gradients_one_by_one, select_parameters
-from trak_core.model_outputs.about_outputs import TABLE
 from trak_core.model_outputs.clip import contrast
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.model_output import IGNORED
 from trak_core.model_outputs.supervised import SEGMENTATION
-
-
-def network(n_outputs):
-    convolution = nn.Conv2d(1, 3, 2), nn.BatchNorm2d(3), nn.ReLU()
-    layers = *convolution, nn.Dropout(), nn.Flatten(), nn.Linear(27, n_outputs)
-    return nn.Sequential(*layers).eval()
-
-
-def batch(n, kind):
-    labels = torch.randint(0, 3, (n,)) if kind == "image_classification" else torch.randn(n)
-    return torch.randn(n, 1, 4, 4, dtype=torch.float64), labels
 
 
 def jacobian(model, parameters, output, samples):
@@ -56,13 +44,8 @@ def tokens_with_padding():
     return tokens, torch.where(torch.arange(7) < torch.arange(2, 8)[:, None], tokens, IGNORED)
 
 
+# Classification and regression: test_torch_workarounds.py and test_gramian.py.
 KINDS = {
-    "image_classification": (
-        TABLE["image_classification"].load(),
-        lambda: network(3),
-        lambda: batch(6, "image_classification"),
-    ),
-    "regression": (TABLE["regression"].load(), lambda: network(1), lambda: batch(6, "regression")),
     "language_modelling": (LANGUAGE_MODELLING, lambda: Net(write, WRITER), tokens_with_padding),
     "segmentation": (
         SEGMENTATION,

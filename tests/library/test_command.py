@@ -16,6 +16,14 @@ from trak_core.command.main import main
 from trak_core.command.run import run, snakemake_command, workflow_folder
 
 
+@pytest.fixture
+def called(monkeypatch):
+    """The commands that would replace this process."""
+    commands = []
+    monkeypatch.setattr("os.execv", lambda _, words: commands.append(words))
+    return commands
+
+
 def test_arguments_are_passed_to_snakemake():
     words = ["scores", "-n", "--config", "scoring={damping: 1}", "--cores", "3"]
     called, snakefile, config, *handed = snakemake_command("a b.yaml", words)
@@ -61,10 +69,9 @@ def test_what_is_no_config_is_refused(here, monkeypatch):
         (b"a: 1\nb: \xff\n", "0xff"),
     ],
 )
-def test_invalid_yaml_is_refused_with_its_line(here, monkeypatch, text, shown):
+def test_invalid_yaml_is_refused_with_its_line(here, called, text, shown):
     """Snakemake would report no line."""
     Path("mine.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
-    monkeypatch.setattr("trak_core.command.run.os.execv", lambda *_: None)
     with refused("config.no_yaml", "mine.yaml", re.compile(shown)):
         run("mine.yaml", [])
 
@@ -97,20 +104,16 @@ def test_the_version_is_the_package_s(capsys):
     assert capsys.readouterr().out == f"trak-core {version('trak-core')}\n"
 
 
-def test_the_brief_log_is_used_on_this_machine_only(here, monkeypatch):
+def test_the_brief_log_is_used_on_this_machine_only(here, called):
     (here / "mine.yaml").touch()
-    called = []
-    monkeypatch.setattr("os.execv", lambda _, words: called.append(words))
     for words in ([], ["-n"], ["--profile", "slurm"], ["--executor=slurm"]):
         run("mine.yaml", words)
     assert ["--logger=trak" in words[3] for words in called] == [True, True, False, False]
     assert not any("--logger=trak" in words[4:] for words in called)
 
 
-def test_imports_of_jobs_start_before_snakemake_if_there_are_jobs(here, monkeypatch):
+def test_imports_of_jobs_start_before_snakemake_if_there_are_jobs(here, called, monkeypatch):
     monkeypatch.setattr("trak_core.command.run._can_fork", lambda: True)
-    called = []
-    monkeypatch.setattr("os.execv", lambda _, words: called.append(words))
     config, record = here / "mine.yaml", here / "made" / "config.json"
 
     def begins(*words):

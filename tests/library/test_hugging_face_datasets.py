@@ -21,20 +21,12 @@ def of_numbers():
     return datasets.Dataset.from_dict({**columns, "id": ["a", "b", "c"]})
 
 
-class Net(torch.nn.Linear):
-    """Takes its input by the name of the column."""
-
-    def __init__(self):
-        super().__init__(2, 2)
-
-
 @pytest.mark.parametrize("form", [None, "torch", "numpy"])
 def test_a_data_set_gives_the_scores_of_its_tensors(form):
+    """The model takes its input by the name of the column."""
     data = of_numbers()
-    inputs = torch.tensor(data.with_format(None)["input"][:])
-    labels = torch.tensor(data.with_format(None)["labels"][:])
-    attributor = Attributor(Net(), "image_classification", projection="exact")
-    tensors = {"input": inputs, "labels": labels}
+    attributor = Attributor(torch.nn.Linear(2, 2), "image_classification", projection="exact")
+    tensors = {key: torch.tensor(data[key][:]) for key in ("input", "labels")}
     expected = attributor.fit(tensors, ids=["a", "b", "c"]).score(tensors, ids=["a", "b", "c"])
     given = data.with_format(form)
     frame = attributor.fit(given).score(given).frame

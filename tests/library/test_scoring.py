@@ -6,13 +6,7 @@ import numpy as np
 import pytest
 from refused import refused
 
-from trak_core.attribution.score_formulas import (
-    combined,
-    largest,
-    most_frequent,
-    powered,
-    unit_rows,
-)
+from trak_core.attribution.score_formulas import combined, largest, most_frequent, unit_rows
 from trak_core.attribution.solve import (
     DampedGramian,
     DampedMatrix,
@@ -51,11 +45,6 @@ def test_a_gramian_of_gradients_of_length_1(left):
     np.testing.assert_allclose(k, unit @ unit.T, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(k_t, unit @ targets.T, rtol=1e-12, atol=1e-12)
     assert not k[2].any()
-
-
-def test_powers_keep_the_sign():
-    np.testing.assert_allclose(powered(np.float32([-4, 0, 9]), 0.5), [-2, 0, 3])
-    np.testing.assert_array_equal(powered(np.float32([-4, 0, 9]), 1), [-4, 0, 9])
 
 
 def test_the_ways_to_combine():

@@ -7,7 +7,7 @@ from projections import spec_with
 
 from trak_core.projection import OuterProducts, project, tensor_sketch
 from trak_core.projection.reference import projection_matrix
-from trak_core.projection.tensor_sketch import _add_transforms, _fill_counts, add_rows
+from trak_core.projection.tensor_sketch import _fill_counts, add_rows
 from trak_core.settings import ProjectionSpec
 
 CPU = torch.device("cpu")
@@ -19,6 +19,13 @@ def factors(shapes, n_samples, n_tokens):
         tuple(torch.randn(n_samples, n_tokens, n, generator=generator) for n in shape)
         for shape in shapes
     ]
+
+
+def sketches(pairs, spec):
+    sums = OuterProducts(spec, len(pairs[0][0]), CPU)
+    for number, (a, b) in enumerate(pairs):
+        sums.add_products(number, a, b)
+    return sums.total().double()
 
 
 # By Numba's kernels, or by torch as on a GPU.
@@ -43,17 +50,7 @@ def test_factors_give_the_sketch_of_what_they_stand_for(
     for piece in (1, 8, 2 * n_samples * n_tokens, 2**19):
         for name in ("_PIECE", "_PIECE_OF_GPU"):
             monkeypatch.setattr(tensor_sketch, name, piece * proj_dim)
-        sums = OuterProducts(spec, n_samples, CPU)
-        for number, (a, b) in enumerate(pairs):
-            sums.add_products(number, a, b)
-        assert (np.abs(sums.total().numpy() - expected) <= 1e-6 * size).all()
-
-
-def sketches(pairs, spec):
-    sums = OuterProducts(spec, len(pairs[0][0]), CPU)
-    for number, (a, b) in enumerate(pairs):
-        sums.add_products(number, a, b)
-    return sums.total().double()
+        assert (np.abs(sketches(pairs, spec).numpy() - expected) <= 1e-6 * size).all()
 
 
 @BOTH_WAYS
@@ -103,17 +100,6 @@ def test_pairs_are_counted_by_torch_as_by_the_kernels(monkeypatch):
         assert torch.equal(together, counted[0].mT)
 
 
-@BOTH_WAYS
-def test_squares_are_summed_over_tokens(by_kernels, monkeypatch):
-    monkeypatch.setattr(tensor_sketch, "_has_kernels", lambda _: by_kernels)
-    counts = torch.randn(3, 2, 64, 2, generator=torch.Generator().manual_seed(1))
-    counts /= counts.norm(dim=2, keepdim=True)
-    expected = torch.fft.fft(torch.view_as_complex(counts.double())).square().sum(0)
-    sums = torch.zeros(2, 64, dtype=torch.complex128)
-    _add_transforms(counts, sums)
-    torch.testing.assert_close(sums, expected, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("proj_dim", [37, 256])
 def test_rows_of_a_table_are_looked_up(proj_dim):
     shapes = [(50, 12), (4, 4)]
@@ -123,9 +109,8 @@ def test_rows_of_a_table_are_looked_up(proj_dim):
     sums = OuterProducts(spec, 2, CPU)
     sums.add_lookups(0, indices, right)
     rows = torch.nn.functional.one_hot(indices, 50).float().mT @ right
-    expected = torch.cat(
-        [rows.flatten(1), torch.zeros(2, 16)], 1
-    ).double().numpy() @ projection_matrix(spec)
+    whole = torch.cat([rows.flatten(1), torch.zeros(2, 16)], dim=1).double().numpy()
+    expected = whole @ projection_matrix(spec)
     np.testing.assert_allclose(sums.total().numpy(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -152,11 +137,8 @@ def test_rows_are_added_by_torch_as_by_the_kernel(dtype, monkeypatch):
 def test_factors_of_other_precision(dtype):
     spec, pairs = spec_with(SHAPES, 64), factors(SHAPES, 2, 3)
     pairs = [tuple(side.to(dtype) for side in pair) for pair in pairs]
-    actual, expected = (OuterProducts(spec, 2, CPU) for _ in range(2))
-    for number, (a, b) in enumerate(pairs):
-        actual.add_products(number, a, b)
-        expected.add_products(number, a.float(), b.float())
-    torch.testing.assert_close(actual.total(), expected.total())
+    expected = sketches([tuple(side.float() for side in pair) for pair in pairs], spec)
+    torch.testing.assert_close(sketches(pairs, spec), expected)
 
 
 def test_a_spec_comes_back_from_json():
