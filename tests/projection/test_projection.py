@@ -3,8 +3,6 @@
 import hashlib
 import os
 import shutil
-import subprocess
-import sys
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from patience import run_python
 from projections import KINDS, SEED, real_gradients, spec_of, spec_with
 
 import trak_core
@@ -253,8 +252,7 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 project([rows[:, : 2**20 + 1], rows[:, 2**20 + 1 :]], spec, out=out, threads=2)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
-    assert int(run.stdout) < 12 * 2**10
+    assert int(run_python(program).stdout) < 12 * 2**10
 
 
 @pytest.mark.gate
@@ -272,10 +270,7 @@ print(sum(kernel.stats.cache_hits.values()), sum(kernel.stats.cache_misses.value
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
 
     def hits_and_misses():
-        command = [sys.executable, "-c", program]
-        run = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, check=True, text=True
-        )
+        run = run_python(program, cwd=tmp_path, env=environment)
         return [int(number) for number in run.stdout.split()]
 
     assert hits_and_misses() == [0, 1]
