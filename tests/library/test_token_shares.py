@@ -20,7 +20,7 @@ from trak_core.gradients import (
 from trak_core.gradients.gradient_consumers import Formed
 from trak_core.gradients.gradient_terms import Dense
 from trak_core.gradients.model_inputs import as_batch
-from trak_core.model_outputs.about_outputs import TABLE
+from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING as OUTPUT
 from trak_core.projection import Contractions
 from trak_core.projection.reference import projection_matrix
 
@@ -61,10 +61,9 @@ def per_token(model):
 
 def oracle(model, text, parameters):
     """Gradients of f by each token's copies, float64, (tokens, entries of all parameters)."""
-    output = TABLE["language_modelling"].load()
     twin = per_token(model).double().eval()
-    outputs = output.read(twin(input_ids=text[None], labels=text[None]))
-    value = output.value(outputs[0], text)
+    outputs = OUTPUT.read(twin(input_ids=text[None], labels=text[None]))
+    value = OUTPUT.value(outputs[0], text)
     copies = dict(twin.named_parameters(remove_duplicate=False))
     all_gradients = torch.autograd.grad(value, [*copies.values()], allow_unused=True)
     gradients = dict(zip(copies, all_gradients, strict=True))
@@ -118,9 +117,8 @@ def test_shares_are_those_of_copies(make, kind, scaled, proj_dim, monkeypatch):
     scales = scales if scaled else {}
     directions = Directions(parameters, spec, vectors, scales)
     shares = Shares(parameters, directions, pairs, N_TOKENS)
-    output = TABLE["language_modelling"].load()
-    method = gradient_method(model, parameters, output, batch)
-    method(model, parameters, output, batch, shares)
+    method = gradient_method(model, parameters, OUTPUT, batch)
+    method(model, parameters, OUTPUT, batch, shares)
     directions = vectors.double().numpy() @ projection_matrix(spec).T
     factors = [scales.get(name, torch.ones(p.shape)).flatten() for name, p in parameters.items()]
     directions *= torch.cat(factors).double().numpy()
@@ -158,21 +156,21 @@ class WithBias(nn.Module):
 @pytest.mark.parametrize("kind", ["rademacher", "tensor_sketch"])
 @pytest.mark.parametrize("make", [llama, WithBias])
 def test_deferred_logits_have_the_same_shares(make, kind, monkeypatch):
-    model, output = make().eval(), TABLE["language_modelling"].load()
+    model = make().eval()
     parameters = select_parameters(model, None)
     spec = spec_for(parameters, 32, kind)
     monkeypatch.setattr(Contractions, "prefers_factors", lambda *_: True)
     texts = torch.randint(N_WORDS, (N_TEXTS, N_TOKENS))
-    batch = as_batch({"input_ids": texts, "labels": texts}, output)
+    batch = as_batch({"input_ids": texts, "labels": texts}, OUTPUT)
     pairs = Pairs(torch.tensor([0, 1, 2]), torch.tensor([1, 0, 1]))
     vectors = torch.randn(2, 32)
     # Some tokens at a time.
     most = 3 * N_TEXTS * N_WORDS
     monkeypatch.setattr("trak_core.gradients.gradient_terms.piece_on", lambda _: most)
-    in_pieces = MarginsOfTokens(model, output)
+    in_pieces = MarginsOfTokens(model, OUTPUT)
     results = []
     for given, of, rows in (
-        (model, output, batch),
+        (model, OUTPUT, batch),
         (in_pieces, in_pieces.output, replace(batch, gives_labels=True)),
     ):
         directions = Directions(parameters, spec, vectors)
@@ -205,15 +203,15 @@ class Routed(nn.Module):
 
 def test_ranks_of_routed_tokens_are_not_tokens():
     """The first text's tokens are ranked by their places, the second's are not."""
-    model, output = Routed().eval(), TABLE["language_modelling"].load()
+    model = Routed().eval()
     parameters = {n: p for n, p in select_parameters(model, None).items() if "expert" in n}
     texts = torch.randint(1, N_WORDS, (2, N_TOKENS))
     texts[1, :3] = 0
     pairs = Pairs(torch.tensor([0, 1]), torch.tensor([0, 0]))
     directions = Directions(parameters, spec_for(parameters, 32, "rademacher"), torch.randn(1, 32))
     shares = Shares(parameters, directions, pairs, N_TOKENS)
-    batch = as_batch({"input_ids": texts, "labels": texts}, output)
-    gradients_at_once(model, parameters, output, batch, shares)
+    batch = as_batch({"input_ids": texts, "labels": texts}, OUTPUT)
+    gradients_at_once(model, parameters, OUTPUT, batch, shares)
     assert shares.by_token[:, :-1].abs().max() == 0
     torch.testing.assert_close(
         shares.by_token[:, -1], shares.by_parameter.sum(1), rtol=1e-12, atol=0
@@ -221,14 +219,14 @@ def test_ranks_of_routed_tokens_are_not_tokens():
 
 
 def test_a_sample_without_pairs_has_no_shares():
-    model, output = llama().eval(), TABLE["language_modelling"].load()
+    model = llama().eval()
     parameters = select_parameters(model, None)
     none = torch.tensor([], dtype=torch.long)
     directions = Directions(parameters, spec_for(parameters, 32, "rademacher"), torch.randn(1, 32))
     shares = Shares(parameters, directions, Pairs(none, none), N_TOKENS)
     texts = torch.randint(N_WORDS, (2, N_TOKENS))
-    batch = as_batch({"input_ids": texts, "labels": texts}, output)
-    gradients_in_turn(model, parameters, output, batch, shares)
+    batch = as_batch({"input_ids": texts, "labels": texts}, OUTPUT)
+    gradients_in_turn(model, parameters, OUTPUT, batch, shares)
     assert shares.by_token.shape == (0, N_TOKENS + 1)
 
 
@@ -253,10 +251,10 @@ def test_terms_are_kept_for_consumers_that_read_them(reads):
         def take(self, parameter, uses):
             seen.extend(use.terms for use in uses if isinstance(use, Dense))
 
-    model, output = WithBias().eval(), TABLE["language_modelling"].load()
+    model = WithBias().eval()
     parameters = select_parameters(model, None)
     texts = torch.randint(N_WORDS, (2, N_TOKENS))
-    batch = as_batch({"input_ids": texts, "labels": texts}, output)
-    gradients_at_once(model, parameters, output, batch, Seen.zeros(parameters, 2))
+    batch = as_batch({"input_ids": texts, "labels": texts}, OUTPUT)
+    gradients_at_once(model, parameters, OUTPUT, batch, Seen.zeros(parameters, 2))
     assert seen
     assert any(terms is not None for terms in seen) == reads

@@ -68,35 +68,28 @@ def images():
     return nn.Sequential(*layers).eval(), CLASSIFICATION, as_batch(samples, CLASSIFICATION)
 
 
+def project_held(features):
+    """Project all formed gradients in one call."""
+    held = sorted(features._held.items())
+    project_gradients.add_rows(features.rows, held, features._projection)
+    features._held, features._n_held = {}, 0
+
+
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """Sketch all factors, and all formed gradients in one call, by torch."""
-
-    def project_held(features):
-        held = sorted(features._held.items())
-        project_gradients.add_rows(features.rows, held, features._projection)
-        features._held, features._n_held = {}, 0
-
     monkeypatch.setattr(project_gradients, "prefers_factors", lambda *_: True)
     monkeypatch.setattr(tensor_sketch, "_has_kernels", lambda _: False)
     monkeypatch.setattr(project_gradients.Features, "_project_held", project_held)
 
 
-@pytest.mark.parametrize("kind", ["rademacher", "hadamard", "normal", "tensor_sketch"])
+@pytest.mark.parametrize("kind", ["rademacher", "hadamard", "normal", "tensor_sketch", "factors"])
 @pytest.mark.parametrize("make", [texts, texts_in_pieces, images])
-def test_features_wait_once(make, kind, monkeypatch):
+def test_features_wait_once(make, kind, monkeypatch, request):
     monkeypatch.setattr(gradient_terms, "piece_on", lambda _: 200)
-    check_waits(make, kind)
-
-
-@pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("make", [texts, texts_in_pieces, images])
-def test_sketches_of_factors_wait_once(make, monkeypatch):
-    monkeypatch.setattr(gradient_terms, "piece_on", lambda _: 200)
-    check_waits(make, "tensor_sketch")
-
-
-def check_waits(make, kind):
+    if kind == "factors":
+        request.getfixturevalue("as_on_a_gpu")
+        kind = "tensor_sketch"
     model, output, batch = make()
     parameters = select_parameters(model, None)
     spec = spec_for(parameters, 64, kind)

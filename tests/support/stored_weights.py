@@ -10,7 +10,10 @@ from trak_core.study.load_checkpoint import read_weights
 
 def save(value, path):
     """Write a file in the format of its suffix, and return its path."""
-    (save_file if path.suffix == ".safetensors" else torch.save)(value, path)
+    if path.suffix == ".safetensors":
+        save_file(value, path, metadata={"format": "pt"})  # as from_pretrained needs it
+    else:
+        torch.save(value, path)
     return path
 
 
