@@ -116,7 +116,6 @@ def test_the_choice_of_a_state_dict_decides_what_its_checkpoint_does_and_average
 
 
 def test_the_file_of_an_own_output_decides_features_and_what_is_retrained_but_no_training(made):
-    made()  # and now we are where the study is
     Path("beside.py").write_text("scale = 2\n")
     found = []
     measured = {"evaluation": {"subsets": EVALUATION["subsets"], "baselines": []}}
@@ -150,7 +149,6 @@ def test_the_file_of_an_own_output_decides_features_and_what_is_retrained_but_no
     ],
 )
 def test_two_modules_of_one_name_are_refused(made, question, beside, found):
-    made()  # and now we are where the study is
     Path("study.py").write_text("import common\nmake_model = None\n")
     Path("common.py").write_text("")
     Path("asked").mkdir()
@@ -164,7 +162,6 @@ def test_two_modules_of_one_name_are_refused(made, question, beside, found):
 
 
 def test_what_a_question_imports_beside_the_study_decides_it(made):
-    made()  # and now we are where the study is
     Path("apart").mkdir()
     Path("apart/asked.py").write_text("import mine\ntarget_data = None\n")
     found = []
