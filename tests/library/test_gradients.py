@@ -137,15 +137,6 @@ def test_the_model_is_evaluated_and_left_as_it_was(method, training):
     torch.testing.assert_close(result.outputs, values)
 
 
-def test_a_parameter_that_plays_no_part_has_gradient_zero():
-    model, batch = nn.Linear(3, 2), (torch.randn(4, 3), torch.tensor([0, 1, 1, 0]))
-    model.extra = nn.Parameter(torch.tensor(1.0))
-    for method in METHODS:
-        result = formed(method, model, batch)
-        assert torch.equal(result.gradients["extra"], torch.zeros(4))
-        check_finite(result, range(4))
-
-
 def test_a_model_may_write_into_its_inputs():
     def centre(model, x):
         x -= 0.5

@@ -18,7 +18,7 @@ from trak_core.gradients import (
     sample_owner_rules,
     select_parameters,
 )
-from trak_core.gradients.graph import SETTINGS, Layout, UnreadableGraphError
+from trak_core.gradients.graph import SETTINGS, Layout
 from trak_core.model_outputs.model_output import over_samples
 from trak_core.model_outputs.supervised import CLASSIFICATION
 
@@ -140,17 +140,6 @@ def test_kept_plans_give_what_new_ones_do(call, made):
     assert len(made) == len(one_pass._PLANS) == 2 if call in FIXED else len(made) == 12
     sizes = [3, 1, 4, 3, 2, 4, 4, 1, 3, 2, 4, 4]
     assert_fresh(model, [samples_of(n, seed) for seed, n in enumerate(sizes)])
-
-
-def test_hooks_that_come_later_are_seen():
-    model, samples = layers(turns), samples_of(3, 0)
-    expected = gradients_of(model, samples)
-    handle = model.head.weight.register_hook(lambda gradient: 2 * gradient)
-    given = model, select_parameters(model, None), CLASSIFICATION, samples
-    with pytest.raises(UnreadableGraphError):
-        formed_gradients(partial(gradients_at_once, must=True), *given)
-    handle.remove()
-    torch.testing.assert_close(gradients_of(model, samples), expected, rtol=0, atol=0)
 
 
 def test_other_parameters_of_the_same_shapes_have_plans_of_their_own():

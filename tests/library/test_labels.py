@@ -87,7 +87,7 @@ def test_names_that_no_number_is_may_stand_with_numbers(classifier, names, suffi
 )
 def test_what_is_neither_is_refused(classifier, label):
     file = rows_with([label], ".jsonl", text="sky")
-    with refused("studies.label", "rows.jsonl, line 1"):
+    with refused("studies.label", "rows.jsonl, line 1", "no, yes"):
         text_classification(file, classifier(["no", "yes"])).train_data()[0]
 
 

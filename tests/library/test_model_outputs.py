@@ -15,7 +15,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy,
 
 from trak_core.attribution.score_formulas import improving_signs
 from trak_core.model_outputs.about_outputs import TABLE
-from trak_core.model_outputs.clip import contrast, drawn_pairs, pair_margins
+from trak_core.model_outputs.clip import contrast, drawn_pairs
 from trak_core.model_outputs.language_modelling import (
     LANGUAGE_MODELLING,
     MASKED_LANGUAGE_MODELLING,
@@ -259,16 +259,6 @@ def test_ignored_tokens_change_nothing():
     assert torch.equal(sequence_log_odds(logits, TOKENS), sequence_log_odds(other, TOKENS))
     slope = grad(sequence_log_odds)(logits, TOKENS)
     assert torch.equal(slope.abs().sum(1) > 0, torch.tensor([1, 0, 1, 1, 0, 0]).bool())
-
-
-def test_pair_margins_are_those_of_logits_of_the_pair_and_the_others():
-    u, v, others = normal(4), normal(4, seed=1), normal(7, 4, seed=2)
-    found = pair_margins(u, v, others, others, 2.0)
-    logits = torch.cat([(u @ v)[None], others @ u]), torch.cat([(u @ v)[None], others @ v])
-    expected = [margin(2.0 * row, torch.tensor(0)) for row in logits]
-    torch.testing.assert_close(found, torch.stack(expected))
-    batch = pair_margins(u.expand(3, 4), v.expand(3, 4), others, others, 2.0)
-    torch.testing.assert_close(batch, found.expand(3, 2))
 
 
 def test_drawn_pairs_are_uniform_and_fixed_by_the_seed():

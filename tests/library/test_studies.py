@@ -16,7 +16,7 @@ from refused import refused
 
 from trak_core.ready_made.image_folder import image_folder
 from trak_core.ready_made.language_model import language_model
-from trak_core.ready_made.ready_study import field, needed
+from trak_core.ready_made.ready_study import needed
 from trak_core.ready_made.tabular import tabular
 from trak_core.ready_made.text_classification import text_classification
 
@@ -180,15 +180,13 @@ def test_labelled_texts(tmp_path):
     transformers.GPT2ForSequenceClassification(config).save_pretrained(tmp_path / "out")
     tokenizer().save_pretrained(tmp_path / "out")
     rows = [{"text": "sky is blue", "label": "yes"}, {"text": "sky is", "label": 0}]
-    file = write(tmp_path / "train.jsonl", [*rows, {"text": "sun", "label": "perhaps"}])
+    file = write(tmp_path / "train.jsonl", rows)
     study = text_classification(file, str(tmp_path / "out"), max_tokens=4)
     samples = study.train_data()
     assert samples[0]["input_ids"].tolist() == [*ids("sky is blue"), 0]
     assert samples[0]["attention_mask"].tolist() == [1, 1, 1, 0]
     assert [int(samples[i]["labels"]) for i in (0, 1)] == [1, 0]
     assert study.make_model()(**{k: v[None] for k, v in samples[0].items()}).logits.shape == (1, 2)
-    with refused("studies.label", "'perhaps'", "no, yes"):
-        samples[2]
     assert study.class_names() == ["no", "yes"]
     config.id2label, config.label2id = {1: "no", 2: "yes"}, {"no": 1, "yes": 2}
     config.save_pretrained(tmp_path / "out")
@@ -323,9 +321,7 @@ def test_rows_of_a_table(tmp_path):
         tabular(file, "kind", net, **given).target_data()[0]
 
 
-def test_what_a_study_lacks():
-    with refused("studies.field", "path", "id, label"):
-        field({"id": 3, "label": 1}, "path")
+def test_a_package_that_is_not_installed_is_named():
     with refused("studies.package", sys.executable, "no_such_package"):
         needed("no_such_package", "language")
 
