@@ -81,9 +81,7 @@ def test_a_model_of_transformers_with_code_beside_it_is_taken_without(study, fil
     "about",
     [
         {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-        {"quant_method": "bitsandbytes", "load_in_8bit": True},
         {"quant_method": "gptq", "bits": 4},
-        {"quant_method": "awq", "bits": 4},
         None,
     ],
 )

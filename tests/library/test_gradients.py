@@ -36,9 +36,8 @@ def classified(*inputs):
     return (*inputs, torch.tensor([0, 1, 2, 2, 0, 1])[: len(inputs[0])])
 
 
-def formed(method, model, batch, patterns=None):
-    parameters = select_parameters(model, patterns)
-    return formed_gradients(method, model, parameters, CLASSIFICATION, batch)
+def formed(method, model, batch):
+    return formed_gradients(method, model, select_parameters(model, None), CLASSIFICATION, batch)
 
 
 def chosen(model, batch):
@@ -109,16 +108,6 @@ def test_gradients_equal_one_backward_pass_a_sample(name, capsys):
         result = formed(method, model, batch)
         torch.testing.assert_close(result.outputs, values)
         assert_same(result.gradients, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_only_chosen_parameters_are_differentiated():
-    model, batch = conv_net().eval(), classified(torch.randn(5, 1, 6, 6))
-    names, patterns = ["0.bias", "5.weight", "5.bias"], ["5.*", "0.bias"]
-    assert n_params(select_parameters(model, patterns)) == 3 + 144 + 3
-    expected, _ = by_backward(model, batch)
-    for method in METHODS:
-        found = formed(method, model, batch, patterns=patterns).gradients
-        assert_same(found, {name: expected[name] for name in names}, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("training", [True, False])
