@@ -131,7 +131,7 @@ def test_frozen_parameters_are_left_out():
         select_parameters(model, None)
 
 
-def test_patterns_of_nothing_and_of_integers_are_refused():
+def test_patterns_of_nothing_and_parameters_that_are_no_real_numbers_are_refused():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     with refused("gradients.unmatched_pattern", "'lora'", "0.weight, 0.bias, 1.weight, 1.bias"):
         select_parameters(model, ["0.*", "lora"])
@@ -140,9 +140,6 @@ def test_patterns_of_nothing_and_of_integers_are_refused():
     assert "0.weight" not in select_parameters(model, None)
     with refused("gradients.parameter_dtype", "0.weight torch.int8"):
         select_parameters(model, ["*.bias", "0.weight"])
-
-
-def test_complex_parameters_are_refused():
     model = nn.Linear(2, 1)
     model.filter = nn.Parameter(torch.ones(3, dtype=torch.complex64))
     with refused("gradients.parameter_dtype", "filter torch.complex64"):

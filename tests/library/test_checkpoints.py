@@ -22,14 +22,6 @@ def net():
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(5, 3)
-        self.head = nn.Linear(3, 5, bias=False)
-        self.head.weight = self.embedding.weight
-
-
 # Of data parallelism, of torch.compile, and of modules that hold the model.
 PREFIXES = ["module.", "_orig_mod.", "module._orig_mod.", "model.", "model.net.", "module.model."]
 
@@ -240,12 +232,6 @@ def test_a_folder_with_a_bad_index(tmp_path, index):
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with refused("study.checkpoint_index", re.compile(r"(?<=failed: ).*")):
         read_state_dict(tmp_path)
-
-
-def test_tied_parameters_are_needed_once(tmp_path):
-    state = Tied().state_dict()
-    save_file({"embedding.weight": state["embedding.weight"]}, tmp_path / "a.safetensors")
-    assert same(state, tmp_path / "a.safetensors", Tied())
 
 
 @pytest.mark.parametrize("read", [check_checkpoint, load_checkpoint])

@@ -24,17 +24,18 @@ def called(monkeypatch):
     return commands
 
 
-def test_arguments_are_passed_to_snakemake():
-    words = ["scores", "-n", "--config", "scoring={damping: 1}", "--cores", "3"]
+@pytest.mark.parametrize(
+    ("words", "more"),
+    [
+        (["-n"], ["--cores", "all"]),
+        *((words, []) for words in (["-c1"], ["--jobs=4"], ["-j", "2"], ["--profile", "mine"])),
+        (["scores", "-n", "--config", "scoring={damping: 1}", "--cores", "3"], []),
+    ],
+)
+def test_arguments_are_passed_to_snakemake_which_uses_all_cores_without_a_limit(words, more):
     called, snakefile, config, *handed = snakemake_command("a b.yaml", words)
-    assert (called, config, handed) == ("snakemake", "--configfile=a b.yaml", words)
+    assert (called, config, handed) == ("snakemake", "--configfile=a b.yaml", words + more)
     assert snakefile == f"--snakefile={workflow_folder()}/Snakefile"
-
-
-@pytest.mark.parametrize("words", [["-c1"], ["--jobs=4"], ["-j", "2"], ["--profile", "mine"]])
-def test_all_cores_are_used_without_a_limit(words):
-    assert snakemake_command("a.yaml", words)[3:] == words
-    assert snakemake_command("a.yaml", ["-n"])[3:] == ["-n", "--cores", "all"]
 
 
 def test_a_profile_is_that_of_the_package_or_of_the_current_folder(here):

@@ -92,6 +92,7 @@ def test_each_form_of_a_conversation_is_written_by_the_template(folder, row, arg
         (KWARGS, {"chat_template_kwargs": json.dumps({"greeting": "green"})}, "green"),
         (KWARGS, {}, "the"),
         (KWARGS, {"greeting": "red"}, "the"),  # a column of the user's own
+        (DATED, {"chat_template_kwargs": {"date_string": "sun"}}, "sun"),
     ],
 )
 def test_a_row_s_arguments_reach_the_template(folder, template, more, first):
@@ -209,11 +210,6 @@ def test_no_call_writes_today_s_date(folder, call):
             as_read({"messages": TURNS}, weights, date=date)
     with refused("studies.chat_date", "26 July"):
         as_read({"messages": TURNS}, weights, date="26 July")
-
-
-def test_a_row_may_give_the_date_to_the_template(folder):
-    row = {"messages": TURNS, "chat_template_kwargs": {"date_string": "sun"}}
-    assert as_read(row, folder(DATED))[0] == [*ids("sun"), *WRITTEN[0]]
 
 
 @pytest.mark.parametrize("text", ["red sky is", "sky is", "red red sky"])

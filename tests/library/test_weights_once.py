@@ -48,6 +48,7 @@ def saved(folder, dtype=torch.float32, prefix="", **changed):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("prefix", ["", "module."])
 def test_weights_are_read_into_the_model_itself(tmp_path, dtype, prefix, monkeypatch):
+    """Those of tied parameters are needed once."""
     state = saved(tmp_path, dtype, prefix)
     monkeypatch.delattr("trak_core.study.load_checkpoint.load_state_dict")
     model = Net()
