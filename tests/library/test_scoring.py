@@ -168,5 +168,11 @@ def test_singular_matrices_are_refused():
             DampedMatrix.factorize(matrix, ridge)
     with refused("scoring.singular", "infinite", *CONDITION, "2 rows"):
         DampedMatrix.factorize(np.zeros((2, 2)), 0.0, (0.0, 0.0))
-    with refused("scoring.singular", *CONDITION, "2 rows"):
-        DampedGramian.factorize(np.ones((2, 2)), np.ones(2), 0)
+    ones, zero_first = np.ones(7), np.r_[0, np.ones(6)]
+    for gramian, weights, damping in (
+        (matrix, ones, 0),
+        (matrix, ones, 1e-12),
+        (np.eye(7), zero_first, 0),
+    ):
+        with refused("scoring.singular", *CONDITION, "7 rows", "scoring.damping"):
+            DampedGramian.factorize(gramian, weights, damping)
