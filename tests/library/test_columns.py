@@ -7,9 +7,9 @@ import pytest
 from refused import refused
 
 from trak_core.data.rows import RowFile
-from trak_core.ready_made.ready_study import columns_from, used_by
+from trak_core.ready_made.ready_study import used_by
 from trak_core.study.read_targets import encoded_line
-from trak_core.study.sample_columns import columns_of
+from trak_core.study.sample_columns import columns_from, columns_of
 from trak_core.study.study import Study
 
 STUDY = """

@@ -57,6 +57,14 @@ def test_weights_and_texts(capsys):
     assert Path("trak.yaml").read_text() == before
 
 
+def test_a_json_list_of_rows_differs_from_settings():
+    rows = json.dumps([{"instruction": "say", "input": "", "output": "red"}] * 2)
+    files = {"out/config.json": CAUSAL, "names.json": '["red", "blue"]', "settings.json": "{}"}
+    config = written({**files, "train.json": rows, "test.json": f" \n{rows}"})
+    assert config["study_arguments"]["texts"] == "train.json"
+    assert config["experiments"] == {"asked": {"data": "test.json"}}
+
+
 def test_each_config_has_a_results_folder_that_does_not_exist_yet():
     write({"out/config.json": CAUSAL, "train.jsonl": TEXTS})
     Path("more").mkdir()

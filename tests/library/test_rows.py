@@ -10,9 +10,10 @@ from refused import refused
 
 from trak_core.data.rows import as_number, class_number, parsed_json, read_rows
 from trak_core.errors import InputError
-from trak_core.ready_made.ready_study import columns_from, filled_in
+from trak_core.ready_made.ready_study import filled_in
 from trak_core.study.dataset_split import checked_ids
 from trak_core.study.read_targets import read_questions
+from trak_core.study.sample_columns import columns_from
 
 # What type guessing changes: zeros, decimals, exponents, truths, missing values, dates, spaces.
 AS_WRITTEN = [
@@ -41,10 +42,15 @@ def parquet(path, rows, **of_frame):
     return path
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".parquet"])
+def json_list(path, rows):
+    path.write_text(json.dumps(rows, indent=1))
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".json", ".parquet"])
 def test_text_stays_as_written_in_every_use(tmp_path, suffix):
     """As a row, as a question and in a template: a column of texts with any other text in it."""
-    write = {".jsonl": lines, ".parquet": parquet}.get(suffix, table)
+    write = {".jsonl": lines, ".json": json_list, ".parquet": parquet}.get(suffix, table)
     for other in ("1.5", "7", "text"):
         rows = [{"answer": text, "other": other} for text in AS_WRITTEN]
         file = write(tmp_path / f"rows{suffix}", rows)
@@ -201,7 +207,14 @@ def test_a_row_s_place_is_its_line(tmp_path):
 
 
 def test_files_that_hold_no_rows(tmp_path):
-    for name, text in {"a.txt": "x", "b.jsonl": "{", "c.jsonl": "", "d.jsonl": "3"}.items():
+    files = {"a.txt": "x", "b.jsonl": "{", "c.jsonl": "", "d.jsonl": "3"}
+    files |= {
+        "a.json": '{"a": [1]}',
+        "b.json": "[]",
+        "c.json": '{"a": 1}\n{"a": 2}',
+        "d.json": "[3]",
+    }
+    for name, text in files.items():
         (tmp_path / name).write_text(text)
         with refused("data.rows", tmp_path / name):
             read_rows(str(tmp_path / name))

@@ -2,10 +2,13 @@
 
 import re
 
+import h5py
 import numpy as np
 import pytest
+import torch
 from refused import refused
 
+from trak_core import Attributor
 from trak_core.attribution.score_formulas import combined, largest, most_frequent, unit_rows
 from trak_core.attribution.solve import (
     DampedGramian,
@@ -176,3 +179,31 @@ def test_singular_matrices_are_refused():
     ):
         with refused("scoring.singular", *CONDITION, "7 rows", "scoring.damping"):
             DampedGramian.factorize(gramian, weights, damping)
+
+
+@pytest.mark.parametrize("weighting", ["plain", "curvature"])
+@pytest.mark.parametrize("k", [8, 19, 20, 64])
+def test_the_stored_spectrum_gives_the_norm_for_any_damping(tmp_path, k, weighting):
+    """Also if the normal matrix has more rows than there are training samples."""
+    train = torch.randn(20, 6), torch.arange(20) % 3
+    model = torch.nn.Linear(6, 3)
+    given = {"a": {"path": model.state_dict(), "run": "run", "at": 1}}
+    settings = {"proj_dim": k, "weighting": weighting, "combine": "unit_average"}
+    attributor = Attributor(model, "image_classification", given, **settings)
+    attributor.fit(train, tmp_path)
+    power = attributor.settings.loss_weight_power
+    with h5py.File(tmp_path / "features/a/train.h5") as file:
+        phi, q = (file[key][:].astype(float) for key in ("features/block0_values", "loss_weights"))
+        w = file["curvature"][:] ** power if weighting == "curvature" else np.ones(20)
+    normal = phi.T @ np.diag(w) @ phi
+    with h5py.File(tmp_path / "normal_matrix/a.h5") as file:
+        assert np.allclose(file["normal_matrix/block0_values"], normal)
+        eigenvalues, products = file["eigenvalues"][:], file["norm_products/block0_values"][:]
+        ends = [file[f"{name}_eigenvalue"][()] for name in ("smallest", "largest")]
+    expected = np.linalg.eigvalsh(normal)
+    assert np.allclose(ends, expected[[0, -1]], atol=1e-6 * expected[-1])
+    for ridge in (0.1 * expected[-1], expected[-1]):
+        b = powered(np.abs(q), power)[:, None] * (
+            phi @ np.linalg.inv(normal + ridge * np.eye(k)) @ phi.T
+        )
+        assert np.isclose(train_norm(eigenvalues, products, ridge), np.linalg.norm(b))

@@ -110,7 +110,7 @@ def test_a_misspelt_prompt_is_refused(weights, tmp_path, name):
 
 def test_a_row_without_a_value_is_refused(weights, tmp_path):
     empty = write(tmp_path / "empty.jsonl", [{"prompt": None, "text": "sky"}, {"text": None}])
-    first, second = language_model(empty, str(weights)).train_data()._rows
+    first, second = language_model(empty, str(weights)).train_data().rows
     assert language_model(empty, str(weights)).encode(**first)["input_ids"].tolist() == ids("sky")
     with refused("studies.template", "text"):
         language_model(empty, str(weights)).encode(**second)

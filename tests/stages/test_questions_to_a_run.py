@@ -251,10 +251,17 @@ def test_targets_are_given_by_id(here, capsys):
     assert "Found patient-1. There are" in capsys.readouterr().err
 
 
-def test_an_id_must_be_different_for_each_target_and_line(here, capsys):
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("same.jsonl", '{"row": 3, "id": 2}\n{"row": 3, "id": 1}\n'),
+        ("same.json", '[\n{"row": 3, "id": 2},\n{"row": 3, "id": 1}\n]\n'),
+    ],
+)
+def test_an_id_must_be_different_for_each_target_and_line(here, capsys, name, text):
     """Otherwise a page would mix the scores of two samples: command.id_again."""
-    (here.parent / "same.jsonl").write_text('{"row": 3, "id": 2}\n{"row": 3, "id": 1}\n')
-    words = ["ask", "mine.yaml", "--target", "2", "--target", "2", "--file", "same.jsonl"]
+    (here.parent / name).write_text(text)
+    words = ["ask", "mine.yaml", "--target", "2", "--target", "2", "--file", name]
     with pytest.raises(SystemExit):
         main([*words, "--csv", "same.csv", "--top", "1"])
     assert pd.read_csv("same.csv")["target_id"].tolist() == [2, 2, 1, 1]

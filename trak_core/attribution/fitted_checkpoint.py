@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 import numpy as np
+import scipy.linalg
 
 from trak_core.artifacts import (
     FEATURES,
@@ -24,7 +25,6 @@ from trak_core.attribution.solve import (
     DampedGramian,
     DampedMatrix,
     Spectrum,
-    extreme_eigenvalues,
     inverse_lengths,
     mean_squared_norm,
     train_norm,
@@ -113,8 +113,9 @@ def write_normal_matrix(
     """Write N = Phi^T W Phi, its extreme eigenvalues, and the mean of w_i |phi_i|^2.
 
     With ``label_draws``, N is copied from the file of features instead (see ``SampledNormal``). If
-    ``spec.norm_power`` is set, all eigenvalues and the products of ``Spectrum.norm_products`` are
-    written too. They determine ||B|| for any damping without another pass over the features.
+    ``spec.norm_power`` is set, the min(n, k) largest eigenvalues and the products of
+    ``Spectrum.norm_products`` are written too. They determine ||B|| for any damping without another
+    pass over the features.
     """
     check_made_for(train, spec.features)
     values = train.matrix("features")
@@ -127,15 +128,23 @@ def write_normal_matrix(
             weights.append(np.ones(n_rows))
     block = normal_matrix_need(proj_dim, divides=spec.norm_power is not None).rows(memory_mb)
 
+    draws = spec.features.label_draws
+    is_compact = n_rows < proj_dim and not draws
+    summed = weights[:1] if is_compact else weights
+
     def blocks() -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
         for start, stop in blocks_with_progress(n_rows, block, "samples"):
-            yield rows(start, stop), [own[start:stop] for own in weights]
+            yield rows(start, stop), [own[start:stop] for own in summed]
 
-    matrix, *others = weighted_gramians(blocks())
-    # If all weights are 1, this is Phi^T Phi.
-    gramian = others[1] if len(others) > 1 else matrix
-    if spec.features.label_draws:
-        matrix = train.matrix("sampled_normal")[:]
+    gramians = weighted_gramians(blocks())
+    matrix = decomposed = train.matrix("sampled_normal")[:] if draws else gramians[0]
+    if is_compact:
+        # With the QR decomposition Phi^T = U R, the rows of R^T have the inner products of the rows
+        # of Phi, but n < k columns. So R W R^T has the nonzero eigenvalues of N and the same ||B||,
+        # and its eigenvalues take O(n^3) operations instead of O(k^3).
+        compact = np.linalg.qr(rows(0, n_rows).T.astype(np.float64), mode="r").T
+        gramians = weighted_gramians([(compact, weights)])
+        decomposed = gramians[0]
     own = {key: value for key, value in spec.as_dict().items() if key not in train.spec}
     file_spec = {**train.spec, **own, "features": train.content_hash}
     provenance = software(code, "cpu", "numpy", "scipy")
@@ -144,14 +153,18 @@ def write_normal_matrix(
         writer.matrix("normal_matrix", names, names, dtype=np.float64)[:] = matrix
         writer.scalar("mean_squared_norm", mean_squared_norm(matrix, n_rows))
         writer.scalar("n_train", n_rows)
-        if others:
-            spectrum = Spectrum.decompose(matrix)
-            smallest, largest = spectrum.eigenvalues[[0, -1]].tolist()
-            writer.vector("eigenvalues", spectrum.eigenvalues)
-            products = spectrum.norm_products(others[0], gramian)
-            writer.matrix("norm_products", names, names, dtype=np.float64)[:] = products
+        if spec.norm_power is None:
+            eigenvalues = scipy.linalg.eigvalsh(decomposed)
         else:
-            smallest, largest = extreme_eigenvalues(matrix)
+            spectrum = Spectrum.decompose(decomposed)
+            eigenvalues = spectrum.eigenvalues
+            # If all weights in W are 1, the first matrix is Phi^T Phi.
+            products = spectrum.norm_products(gramians[1], gramians[2 if len(weights) > 2 else 0])
+            names = range(len(products))
+            writer.vector("eigenvalues", eigenvalues)
+            writer.matrix("norm_products", names, names, dtype=np.float64)[:] = products
+        smallest = 0.0 if is_compact else float(eigenvalues[0])
+        largest = float(eigenvalues[-1])
         writer.scalar("smallest_eigenvalue", smallest)
         writer.scalar("largest_eigenvalue", largest)
         # The floor limits the condition number to 1 / eps, which is finite, for a singular matrix.

@@ -49,7 +49,9 @@ def ask(words: Sequence[str]) -> None:
     )
     parser.add_argument("config", help="the config of the run")
     parser.add_argument(
-        "--file", type=Path, help="samples, one per line: .jsonl, .csv, .tsv or plain texts"
+        "--file",
+        type=Path,
+        help="samples: .jsonl, .json, .csv, .tsv, .parquet, or plain texts, one per line",
     )
     parser.add_argument(
         *("--target", "-t"), action="append", default=[], help="the id of a target of the run"
@@ -207,13 +209,13 @@ class _Session:
     def _lines(self) -> Iterator[tuple[int, Any]]:
         """Yield the number, from 1, and the content of each line that is not empty.
 
-        The content is text, bytes, or a dict of the fields of a table's row.
+        The content is text or bytes, or a dict of fields if the file is not ``.jsonl``.
         """
         file: Path | None = self._asked.file
-        from trak_core.data.rows import TABLES
+        from trak_core.data.rows import LINES, SUFFIXES
         from trak_core.study.read_targets import read_questions
 
-        if file is not None and file.suffix in TABLES:
+        if file is not None and file.suffix in SUFFIXES and file.suffix != LINES:
             ids, rows = read_questions(file)
             for number, row_id, row in zip(rows.numbers, ids, rows, strict=True):
                 yield number, {"id": row_id, **row}

@@ -16,7 +16,15 @@ from typing import Any
 
 from trak_core.config.checkpoint_list import folder_names, grouped, of_trainer, times_of
 from trak_core.config.read_config import ALL_TARGETS
-from trak_core.data.rows import LINES, SUFFIXES, TABLES, as_number, is_saved_dataset, read_rows
+from trak_core.data.rows import (
+    LINES,
+    LIST,
+    SUFFIXES,
+    TABLES,
+    as_number,
+    is_saved_dataset,
+    read_rows,
+)
 from trak_core.errors import InputError, listed
 from trak_core.settings import ADAPTER_CONFIG
 from trak_core.study.load_checkpoint import read_weights
@@ -130,7 +138,7 @@ def _config_of(folder: Path, inside: Sequence[Path], report: list[str]) -> str |
     # Folders of weights may contain the texts, but their files are not state dicts.
     plain = [path for path in inside if path not in weights]
     files = sorted({p for place in (folder, *plain) for p in place.iterdir() if p.is_file()})
-    rows = [path for path in files if path.suffix in SUFFIXES]
+    rows = [path for path in files if path.suffix in SUFFIXES and _may_be_rows(path)]
     rows += filter(is_saved_dataset, inside)
     states = [path for path in files if _STATE_DICT.search(path.name) and path.parent in plain]
     kinds = {"weights": weights, "folders of images": images, "rows": rows, "checkpoints": states}
@@ -258,6 +266,12 @@ def _of_project(
     return own or data
 
 
+def _may_be_rows(path: Path) -> bool:
+    """Return whether a .json file begins a list of objects, unlike settings, or True for others."""
+    with path.open("rb") as file:
+        return path.suffix != LIST or re.match(rb"\s*\[\s*\{", file.read(1000)) is not None
+
+
 def _n_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in (path, *path.rglob("*")) if file.is_file())
 
@@ -295,7 +309,7 @@ def _of_texts(weights: list[Path], rows: list[Path], report: list[str]) -> str:
         last = max(first.glob("checkpoint-*"), key=lambda path: (len(path.name), path.name))
         arguments.append(("weights", str(last), ""))
     arguments += _text_fields(row, classifies)
-    if target is not None and target.suffix in {LINES, *(() if classifies else TABLES)}:
+    if target is not None and target.suffix in {LINES, LIST, *(() if classifies else TABLES)}:
         asked = ("data", str(target), "")
     else:
         arguments.append(("targets", str(target or train), ""))

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.lib.format import open_memmap
 
 from trak_core.errors import InputError
-from trak_core.runtime.files import NO_LOCKS, atomic_write
+from trak_core.runtime.files import atomic_write, supports_locks
 
 
 class ModelIDException(InputError):
@@ -133,14 +133,11 @@ class AbstractSaver(ABC):
     def locked(self) -> Generator[None, None, None]:
         """Lock the folder within the context. Warn once if its file system supports no locks."""
         with (self.save_dir / ".lock").open("a") as file:
-            try:
+            if supports_locks(file.fileno()):
                 fcntl.flock(file, fcntl.LOCK_EX)
-            except OSError as error:
-                if error.errno not in NO_LOCKS:
-                    raise
-                if not self._warned_of_locks:
-                    message = "%s: the disk has no file locks. Run only one process at a time."
-                    self.logger.warning(message, self.save_dir)
+            elif not self._warned_of_locks:
+                message = "%s: the disk has no file locks. Run only one process at a time."
+                self.logger.warning(message, self.save_dir)
                 self._warned_of_locks = True
             yield
 

@@ -1,4 +1,4 @@
-"""Read rows of samples from .jsonl, .csv, .tsv and .parquet files, and from saved data sets.
+"""Read rows of samples from .jsonl, .json, .csv, .tsv and .parquet files, and from saved data sets.
 
 Values are not converted: cells of .csv and .tsv stay texts, and values in JSON and Parquet keep
 their types. ``as_number`` and ``class_number`` convert values if a number is needed.
@@ -11,18 +11,18 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trak_core.errors import InputError
 
-LINES, PARQUET = ".jsonl", ".parquet"
+LINES, LIST, PARQUET = ".jsonl", ".json", ".parquet"
 _SPLITS = "dataset_dict.json"  # A file in the folder of a saved DatasetDict.
 # The separators of cells in tables, by the ending of the file.
 TABLES = {".csv": ",", ".tsv": "\t"}
-SUFFIXES = (LINES, *TABLES, PARQUET)
+SUFFIXES = (LINES, LIST, *TABLES, PARQUET)
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _WHOLE = re.compile(r"0|-?[1-9][0-9]{0,18}")
 _TRUTHS = {"true": 1, "false": 0}
@@ -52,8 +52,8 @@ class RowFile(Sequence[dict[str, Any]]):
     Attributes:
         path: The file.
         rows: The fields of each row.
-        numbers: The line in which each row begins, counted from 1. For Parquet and saved data sets,
-            the number of each row. Empty for a folder of images.
+        numbers: The line in which each row begins, counted from 1. For ``.json``, Parquet and saved
+            data sets, the number of each row. Empty for a folder of images.
     """
 
     path: Path
@@ -132,13 +132,32 @@ class RowFile(Sequence[dict[str, Any]]):
         return ids
 
 
+@dataclass(frozen=True, slots=True)
+class RowSamples(Sequence[Any]):
+    """Samples that ``sample`` converts from rows on access. Errors name the place of the row."""
+
+    rows: RowFile
+    sample: Callable[[dict[str, Any]], Any]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        index = range(len(self))[index]
+        try:
+            return self.sample(self.rows[index])
+        except InputError as error:
+            raise InputError(f"{self.rows.place(index)}: {error}", error.code) from error
+
+
 def read_rows(path: str | Path) -> RowFile:
-    """Return the rows of a ``.jsonl``, ``.csv``, ``.tsv`` or ``.parquet`` file, or of a data set.
+    """Return the rows of a file that ends in one of ``SUFFIXES``, or of a saved data set.
 
     A data set is a folder that ``save_to_disk`` of the package ``datasets`` wrote. In its
     ``ClassLabel`` columns, the numbers of classes are replaced by their names, and -1 by None.
 
-    Each line of a ``.jsonl`` file is a JSON object. The first line of a table contains the names of
+    Each line of a ``.jsonl`` file is a JSON object, and a ``.json`` file is a list of such objects.
+    The first line of a table contains the names of
     the fields, and all rows have the same number of cells. Text is UTF-8. Empty lines are skipped.
 
     Raises:
@@ -152,37 +171,27 @@ def read_rows(path: str | Path) -> RowFile:
             code="data.missing_rows",
         )
     try:
-        numbers: Sequence[int] = ()
         if file.is_dir():
-            rows: list[Any] = _saved_rows(file)
-            numbers = range(1, len(rows) + 1)
-        elif file.suffix not in SUFFIXES:
-            raise ValueError(f"its ending is {file.suffix or 'none'}")
+            numbered = dict(enumerate(_saved_rows(file), 1))
         elif file.suffix == PARQUET:
-            from pyarrow import parquet  # pyright: ignore[reportMissingImports] -- optional
-
-            # pandas is not used, because it converts integers to floats if a value is missing. An
-            # index that pandas stored is not a field, unless its name is id.
-            table = parquet.read_table(file)
-            index = (table.schema.pandas_metadata or {}).get("index_columns", [])
-            unread = [name for name in index if isinstance(name, str) and name != "id"]
-            rows = table.drop_columns(unread).to_pylist()
-            numbers = range(1, len(rows) + 1)
-        else:
+            numbered = dict(enumerate(_parquet_rows(file), 1))
+        elif file.suffix in SUFFIXES:
             numbered = dict(_numbered_rows(file))
-            rows, numbers = list(numbered.values()), list(numbered)
+        else:
+            raise ValueError(f"its ending is {file.suffix or 'none'}")
+        rows = list(numbered.values())
         if not rows or not all(isinstance(row, dict) for row in rows):
-            raise ValueError("it has no rows" if not rows else "a line is not a JSON object")
+            raise ValueError("it has no rows" if not rows else "a row is not a JSON object")
     except InputError:
         raise
     except Exception as error:  # A damaged .parquet can raise any error, in several lines.
         reason = " ".join(str(error).split()).removesuffix(".")
         raise InputError(
-            f"{path}: rows must be in .jsonl (one JSON object per line), .csv, .tsv, .parquet or a "
-            f"saved Dataset. Reading it failed: {reason}.",
+            f"{path}: rows must be in .jsonl (one JSON object per line), .json (a list of "
+            f"objects), .csv, .tsv, .parquet or a saved Dataset. Reading it failed: {reason}.",
             code="data.rows",
         ) from error
-    return RowFile(file, rows, numbers)
+    return RowFile(file, rows, list(numbered))
 
 
 def is_saved_dataset(folder: Path) -> bool:
@@ -219,6 +228,17 @@ def _saved_rows(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def _parquet_rows(file: Path) -> list[dict[str, Any]]:
+    from pyarrow import parquet  # pyright: ignore[reportMissingImports] -- optional
+
+    # pandas is not used, because it converts integers to floats if a value is missing. An index
+    # that pandas stored is not a field, unless its name is id.
+    table = parquet.read_table(file)
+    index = (table.schema.pandas_metadata or {}).get("index_columns", [])
+    unread = [name for name in index if isinstance(name, str) and name != "id"]
+    return table.drop_columns(unread).to_pylist()
+
+
 def _numbered_rows(file: Path) -> Iterator[tuple[int, Any]]:
     # read_text() would change line breaks in cells. utf-8-sig skips the byte order mark that
     # spreadsheets write.
@@ -230,6 +250,10 @@ def _numbered_rows(file: Path) -> Iterator[tuple[int, Any]]:
         raise ValueError(f"line {number} is not in UTF-8. Save the file as UTF-8") from error
     if file.suffix in TABLES:
         yield from _rows_of_table(text, TABLES[file.suffix])
+        return
+    if file.suffix == LIST:
+        rows = parsed_json(text)
+        yield from enumerate(rows if isinstance(rows, list) else [None], 1)
         return
     # splitlines() would also split at other line separators, which texts in JSON can contain.
     for number, line in enumerate(text.split("\n"), 1):

@@ -1,7 +1,6 @@
 """Define the study of an image classifier, with images in one folder per class or in a table."""
 
 import re
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,18 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trak_core.data.rows import RowFile, as_number, class_number, read_rows
+from trak_core.data.rows import RowFile, RowSamples, as_number, class_number, read_rows
 from trak_core.errors import InputError, listed
 from trak_core.ready_made.ready_study import (
     ReadyStudy,
-    Rows,
     class_numbers,
-    columns_from,
     encoder,
     field,
     function_at,
     needed,
+    notice,
 )
+from trak_core.study.sample_columns import columns_from
 
 _SUFFIXES = frozenset({
     *(".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
@@ -127,9 +126,9 @@ def image_folder(
             "RGB to a tensor, as in evaluation. (image.convert('L') returns one channel.)"
         ),
         make_model=lambda: _network(model, len(names)),
-        train_data=lambda: Rows(rows, sample),
+        train_data=lambda: RowSamples(rows, sample),
         train_ids=rows.ids,
-        target_data=lambda: Rows(target_rows, sample),
+        target_data=lambda: RowSamples(target_rows, sample),
         target_ids=target_rows.ids,
         encode=encoder(
             sample, {"path": "new/17.png", "label": names[0]}, ("path", "label"), "label"
@@ -205,13 +204,11 @@ def _notice_other_order(names: list[str]) -> None:
     timm = sorted(names, key=lambda name: [int(p) if p.isdecimal() else p for p in parts[name]])
     if timm != names:
         first = next(i for i, pair in enumerate(zip(names, timm, strict=True)) if len({*pair}) > 1)
-        print(
-            f"Notice: class {first} is {names[first]!r}, because names of classes are sorted as "
-            f"texts, as in torchvision's ImageFolder. In timm's ImageDataset, it is "
-            f"{timm[first]!r}. If the model was trained with ImageDataset, list the classes in its "
-            "order in `classes` of study_arguments.",
-            file=sys.stderr,
-            flush=True,
+        notice(
+            f"class {first} is {names[first]!r}, because names of classes are sorted as texts, as "
+            f"in torchvision's ImageFolder. In timm's ImageDataset, it is {timm[first]!r}. If the "
+            "model was trained with ImageDataset, list the classes in its order in `classes` of "
+            "study_arguments."
         )
 
 
@@ -234,12 +231,10 @@ def _rows(images: Path) -> RowFile:
         relative = [p for p in shown if len(p.parts) > 1 and p.suffix.lower() in _SUFFIXES]
         unread = sorted({p for p in shown if (images / p).is_file()} - {*relative})
         if unread:
-            print(
-                f"Notice: {len(unread)} files in {images} are not read, such as {unread[0]}. "
-                "Images must be in a folder for each class and have one of the endings "
-                f"{', '.join(sorted(_SUFFIXES))}.",
-                file=sys.stderr,
-                flush=True,
+            notice(
+                f"{len(unread)} files in {images} are not read, such as {unread[0]}. Images must "
+                "be in a folder for each class and have one of the endings "
+                f"{', '.join(sorted(_SUFFIXES))}."
             )
         if not relative:
             raise InputError(
@@ -253,7 +248,7 @@ def _rows(images: Path) -> RowFile:
         ]
         return RowFile(images, entries, ())
     rows = read_rows(images)
-    entries = Rows(rows, lambda row: {**row, "path": str(images.parent / field(row, "path"))})
+    entries = RowSamples(rows, lambda row: {**row, "path": str(images.parent / field(row, "path"))})
     return replace(rows, rows=[*entries])
 
 

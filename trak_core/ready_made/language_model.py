@@ -1,7 +1,6 @@
 """Define the study of a causal language model, from a folder of weights and a file of texts."""
 
 import json
-import sys
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -13,20 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trak_core.data.rows import RowFile, read_rows, shortened
+from trak_core.data.rows import RowFile, RowSamples, read_rows, shortened
 from trak_core.errors import InputError
 from trak_core.ready_made.conversations import ROW_ARGUMENTS, chat_texts, messages_in
 from trak_core.ready_made.ready_study import (
+    TO_CHANGE_TEXTS,
     ReadyStudy,
-    Rows,
-    columns_from,
     decoded_tokens,
     encoder,
     filled_in,
     needed,
+    notice,
     used_by,
 )
 from trak_core.settings import ADAPTER_CONFIG
+from trak_core.study.sample_columns import columns_from
 from trak_core.study.weight_files import refuse_quantized
 
 # A field whose name is at least this similar to "prompt" is treated as a misspelling of "prompt".
@@ -47,7 +47,7 @@ def language_model(
     """Return the study of a language model that was trained on texts.
 
     Args:
-        texts: The training rows: ``.jsonl``, ``.csv``, ``.tsv``, ``.parquet`` or a saved Dataset.
+        texts: The training rows: a file or a folder that ``read_rows`` reads.
         weights: The folder of a model, of a LoRA adapter, or of a Trainer's checkpoints, with its
             config and tokenizer.
         targets: Rows to explain, which experiments select by id. Experiments with ``data`` need
@@ -84,11 +84,11 @@ def language_model(
     used |= {"prompt"} if prompt is None else set()
     notified: set[str] = set()
 
-    def notify(notice: str, about: str) -> None:
+    def notify(text: str, about: str) -> None:
         """Print a notice, but only the first one with the same ``about``."""
         if about not in notified:
             notified.add(about)
-            print(f"Notice: {notice}", file=sys.stderr, flush=True)
+            notice(text)
 
     def chat(prompt: Any, answer: Any, row: Mapping[str, Any]) -> tuple[str, str, bool]:
         notify_of_chat = partial(notify, about="the chat template")
@@ -194,8 +194,8 @@ def language_model(
             return sample(row)
         return encoder(sample, rows[0], sorted(used_by(prompt, template)))(**row)
 
-    def train_data() -> Rows:
-        samples = Rows(rows, sample)
+    def train_data() -> RowSamples:
+        samples = RowSamples(rows, sample)
         if empty := [i for i, row in enumerate(rows) if has_empty_text(row)]:
             notify(
                 f"{len(empty)} of {len(rows)} training rows have an empty text, first "
@@ -233,14 +233,11 @@ def language_model(
     config: Any = AutoConfig.from_pretrained(_base(folder) or folder, trust_remote_code=False)
     context: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     return ReadyStudy(
-        to_change_samples=(
-            f"The tokenizer in {weights} must be the model's tokenizer. In study_arguments, "
-            "`weights` is the folder of both, and `max_tokens` the length to which texts are cut."
-        ),
+        to_change_samples=TO_CHANGE_TEXTS.format(weights),
         make_model=lambda: _model(folder),
         train_data=train_data,
         train_ids=rows.ids,
-        target_data=lambda: Rows(target_rows(), sample),
+        target_data=lambda: RowSamples(target_rows(), sample),
         target_ids=lambda: target_rows().ids(),
         encode=encode,
         describe=describe,

@@ -12,9 +12,8 @@ from typing import Any
 import pandas as pd
 from torch import nn
 
-from trak_core.data.rows import RowFile, shortened
+from trak_core.data.rows import shortened
 from trak_core.errors import InputError, listed
-from trak_core.study.sample_columns import short_columns
 from trak_core.study.study import Study
 
 
@@ -45,27 +44,19 @@ class ReadyStudy:
     classes_found: str = ""
 
 
-class Rows:
-    """Samples that are converted from rows on access. Errors name the line of the row."""
-
-    def __init__(self, rows: RowFile, sample: Callable[[Mapping[str, Any]], Any]) -> None:
-        self._rows, self._sample = rows, sample
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> Any:
-        index = range(len(self))[index]
-        try:
-            return self._sample(self._rows[index])
-        except InputError as error:
-            raise InputError(f"{self._rows.place(index)}: {error}", error.code) from error
-
-
+TO_CHANGE_TEXTS = (
+    "The tokenizer in {} must be the model's tokenizer. In study_arguments, `weights` is the "
+    "folder of both, and `max_tokens` the length to which texts are cut."
+)
 UNKNOWN_LABEL = (
     "If the label of a row to explain is unknown, write the class to explain, such as the class "
     "that the model predicts."
 )
+
+
+def notice(text: str) -> None:
+    """Print a notice on standard error, because `trak ask` prints answers on standard output."""
+    print(f"Notice: {text}", file=sys.stderr, flush=True)
 
 
 def encoder(
@@ -149,12 +140,6 @@ def function_at(place: str, argument: str) -> Callable[..., Any]:
             code="studies.function",
         )
     return function
-
-
-def columns_from(rows: RowFile, used: Container[str]) -> pd.DataFrame:
-    """Return a table of the fields that are not ``used``, without long texts and lists."""
-    names = dict.fromkeys(name for row in rows for name in row if name not in used)
-    return short_columns({name: rows.column(name) for name in names})
 
 
 def used_by(*templates: str | None) -> set[str]:

@@ -6,18 +6,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trak_core.data.rows import as_number, read_rows, shortened
+from trak_core.data.rows import RowSamples, as_number, read_rows, shortened
 from trak_core.errors import InputError, listed
 from trak_core.ready_made.ready_study import (
     UNKNOWN_LABEL,
     ReadyStudy,
-    Rows,
     class_numbers,
-    columns_from,
     encoder,
     field,
     function_at,
 )
+from trak_core.study.sample_columns import columns_from
 
 
 def tabular(
@@ -32,7 +31,7 @@ def tabular(
     """Return the study of a model that was trained on the rows of a table.
 
     Args:
-        table: The training rows: ``.csv``, ``.tsv``, ``.parquet`` or ``.jsonl``.
+        table: The training rows: a file or a folder that ``read_rows`` reads.
         label: The column to predict.
         model: ``file.py:function``, a function without arguments that returns the module.
             Checkpoints replace its weights.
@@ -89,7 +88,7 @@ def tabular(
 
     means, deviations = torch.zeros(len(names)), torch.ones(len(names))
     if scale:
-        inputs = torch.stack([values for values, _ in Rows(rows, measured)])
+        inputs = torch.stack([values for values, _ in RowSamples(rows, measured)])
         deviations, means = torch.std_mean(inputs, dim=0, correction=0)
         # Equal numbers can have a deviation above 0, because their mean is rounded.
         is_constant = deviations <= len(rows) * torch.finfo(torch.float64).eps * means.abs()
@@ -120,9 +119,9 @@ def tabular(
             "list the columns in `columns` of study_arguments, in the network's order."
         ),
         make_model=lambda: function_at(model, "model")(),
-        train_data=lambda: Rows(rows, sample),
+        train_data=lambda: RowSamples(rows, sample),
         train_ids=rows.ids,
-        target_data=lambda: Rows(target_rows, sample),
+        target_data=lambda: RowSamples(target_rows, sample),
         target_ids=target_rows.ids,
         encode=encoder(sample, rows[0], (*names, label), label if is_class else None),
         describe=describe,

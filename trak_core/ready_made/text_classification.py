@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trak_core.data.rows import as_number, class_number, read_rows, shortened
+from trak_core.data.rows import RowSamples, as_number, class_number, read_rows, shortened
 from trak_core.errors import InputError, listed
 from trak_core.ready_made.ready_study import (
+    TO_CHANGE_TEXTS,
     UNKNOWN_LABEL,
     ReadyStudy,
-    Rows,
     class_numbers,
-    columns_from,
     decoded_tokens,
     encoder,
     field,
@@ -22,6 +21,7 @@ from trak_core.ready_made.ready_study import (
     needed,
     used_by,
 )
+from trak_core.study.sample_columns import columns_from
 
 _LENGTH = 128  # The default number of tokens to which texts are padded.
 
@@ -38,7 +38,7 @@ def text_classification(
     """Return the study of a classifier that was trained on labelled texts.
 
     Args:
-        texts: The training rows: ``.jsonl``, ``.csv``, ``.tsv``, ``.parquet`` or a saved Dataset.
+        texts: The training rows: a file or a folder that ``read_rows`` reads.
         weights: A folder with the model's ``config.json`` and tokenizer.
         targets: Rows to explain, which experiments select by id. The default is ``texts``.
         text: A template of the text, into which a row's fields are inserted.
@@ -142,14 +142,11 @@ def text_classification(
     target_rows = read_rows(targets) if targets else rows
     used = used_by(text) | {label}
     return ReadyStudy(
-        to_change_samples=(
-            f"The tokenizer in {weights} must be the model's tokenizer. In study_arguments, "
-            "`weights` is the folder of both, and `max_tokens` the length to which texts are cut."
-        ),
+        to_change_samples=TO_CHANGE_TEXTS.format(weights),
         make_model=make_model,
-        train_data=lambda: Rows(rows, sample),
+        train_data=lambda: RowSamples(rows, sample),
         train_ids=rows.ids,
-        target_data=lambda: Rows(target_rows, sample),
+        target_data=lambda: RowSamples(target_rows, sample),
         target_ids=target_rows.ids,
         encode=encoder(sample, rows[0], (*used_by(text), label), label),
         describe=lambda sample: tokenizer.decode(sample["input_ids"], skip_special_tokens=True),

@@ -29,7 +29,7 @@ def train_checkpoint(
     if times is None:
         models = iter([trained_model(study, arguments)])
     else:
-        models = (model for _, model in models_along(study, arguments, times))
+        models = models_along(study, arguments, times)
     for checkpoint, model in zip(checkpoints, models, strict=True):
         # If torch received the path, it would store the random name of the temporary file.
         with atomic_write(checkpoint) as partial, partial.open("wb") as file:

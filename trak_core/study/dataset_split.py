@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,23 +23,15 @@ from trak_core.errors import (
 _MAX_ID_BYTES = 255
 
 
-class Samples(Protocol):
-    """A map-style dataset, such as a ``torch.utils.data.Dataset`` with ``len()``."""
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        ...
-
-    def __getitem__(self, index: int, /) -> Any:
-        """Return one sample: a tuple whose last entry is the label, or a dict with `labels`."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Samples with their ids. The ids are all integers or all strings."""
+    """Samples with their ids, which are all integers or all strings.
 
-    samples: Samples
+    ``samples`` is an object with ``len()`` and ``[i]``, such as a torch Dataset. A sample is a
+    tuple whose last entry is the label, or a dict with the label as `labels`.
+    """
+
+    samples: Any
     ids: list[int] | list[str]
 
     def take(self, ids: Sequence[int | str]) -> "Split":
@@ -56,7 +48,7 @@ class Split:
                 code="study.no_target",
             )
         rows = [position[i] for i in ids]
-        return Split(Subset(cast(Any, self.samples), rows), list(ids))  # pyright: ignore[reportArgumentType]
+        return Split(Subset(self.samples, rows), list(ids))  # pyright: ignore[reportArgumentType]
 
     def sample(self, row: int) -> Any:
         """Return the sample in a row. Errors in the user's code are ``InputError``."""

@@ -129,17 +129,15 @@ def _unusual_kind(value: Tensor) -> str:
     return next((kind for kind, is_so in kinds.items() if is_so), "")
 
 
-def load_state_dict(
-    model: nn.Module, state: Mapping[str, Tensor], source: str, within: str = ""
-) -> None:
+def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], source: str) -> None:
     """Load weights into ``model``, and put it into evaluation mode.
 
     ``state`` must contain all parameters and buffers of the model and nothing else, with the same
     shapes and finite values. Weights of tied parameters must be equal, and all but one of them may
     be missing. ``num_batches_tracked`` of norm layers may be missing, because evaluation mode does
-    not use it. See ``match_state_dict`` for the names that fit, and for the other arguments.
+    not use it. See ``match_state_dict`` for the names that fit, and for ``source``.
     """
-    fit = match_state_dict(model, state, source, within)
+    fit = match_state_dict(model, state, source)
     _copy_weights(model, [fit.weights], fit, source)
 
 

@@ -8,34 +8,15 @@ from 0.
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trak_core.data.rows import RowFile, parsed_json, read_rows, shortened
+from trak_core.data.rows import RowFile, RowSamples, parsed_json, read_rows, shortened
 from trak_core.errors import InputError
 from trak_core.study.dataset_split import Split, checked_ids, users_code
 from trak_core.study.study import Study
-
-
-@dataclass(frozen=True, slots=True)
-class _Encoded:
-    """Samples that the study's ``encode`` returns for the rows of a file."""
-
-    study: Study
-    rows: RowFile
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Any:
-        encode, row = self.study.function("encode"), self.rows[index]
-        place = self.rows.place(index)
-        with users_code(f"{self.study.path}: encode() of {place}, {shortened(row)},"):
-            try:
-                return encode(**row)
-            except InputError as error:
-                raise InputError(f"{place}: {error}", code=error.code) from error
 
 
 def split_of(
@@ -56,7 +37,7 @@ def split_of(
     else:
         ids, rows = read_questions(question)
         study.function("encode")  # Raise an error if it is missing.
-        split = Split(_Encoded(study, rows), ids)
+        split = Split(RowSamples(rows, partial(_encoded, study)), ids)
     return split if targets is None else split.take(targets)
 
 
@@ -92,12 +73,15 @@ def encoded_line(
     line = line if isinstance(line, Mapping) else _parsed_line(line)
     fields = {key: value for key, value in line.items() if key != "id"}
     (own_id,) = checked_ids([line.get("id", number)], 1, "The field id of a line")
-    encode = study.function("encode")
     # A line that is no JSON object has the field `text`, which the study may not take.
-    call = f"encode{inspect.signature(encode)}"
-    with users_code(f"{study.path}: {call} of the line's fields {shortened(fields)},"):
-        sample = encode(**fields)
+    sample = _encoded(study, fields, str(inspect.signature(study.function("encode"))))
     return own_id, sample, {k: v for k, v in fields.items() if k not in study.fields_read}
+
+
+def _encoded(study: Study, fields: Mapping[str, Any], signature: str = "()") -> Any:
+    """Return the sample that the study's ``encode`` returns for the fields of a row or a line."""
+    with users_code(f"{study.path}: encode{signature} of the fields {shortened(fields)},"):
+        return study.function("encode")(**fields)
 
 
 def _parsed_line(line: str | bytes) -> dict[str, Any]:

@@ -5,13 +5,14 @@ sample in ``train_data()`` or ``target_data()``. If targets are read from the ro
 fields of the rows are the columns.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from trak_core.data.rows import RowFile
 from trak_core.errors import InputError
 from trak_core.model_outputs.about_outputs import about_output
 from trak_core.settings import MEAN_OF, TRAIN
@@ -39,10 +40,7 @@ def columns_of(
     """
     if question is not None and question.suffix != ".py":
         known, rows = read_questions(question)
-        read = study.fields_read if study else ()
-        columns = {name: rows.column(name) for name in rows[0] if name not in read}
-        # Without the index, a table without columns would have no rows.
-        frame = pd.DataFrame(short_columns(columns), index=range(len(rows)))
+        frame = columns_from(rows, study.fields_read if study else ())
     else:
         source = study if question is None else Study.load(question)
         assert source is not None
@@ -85,6 +83,14 @@ def with_class_names(
         for column in columns
         if column in rows
     })
+
+
+def columns_from(rows: RowFile, used: Container[str]) -> pd.DataFrame:
+    """Return a table of the fields that are not ``used``, without long texts and lists."""
+    names = dict.fromkeys(name for row in rows for name in row if name not in used)
+    columns = short_columns({name: rows.column(name) for name in names})
+    # Without the index, a table without columns would have no rows.
+    return pd.DataFrame(columns, index=range(len(rows)))
 
 
 def short_columns(columns: Mapping[str, Sequence[Any]]) -> pd.DataFrame:

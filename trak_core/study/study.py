@@ -40,7 +40,7 @@ from torch import nn
 
 from trak_core.errors import InputError, listed
 from trak_core.settings import TRAIN
-from trak_core.study.dataset_split import Samples, Split, checked_ids, users_code
+from trak_core.study.dataset_split import Split, checked_ids, users_code
 
 
 class _InWords(dict[int, int | None]):
@@ -278,7 +278,7 @@ class Study:
 def trained_model(
     study: Study,
     arguments: dict[str, Any],
-    data: Samples | None = None,
+    data: Any = None,
     sample_weights: torch.Tensor | None = None,
 ) -> nn.Module:
     """Return the model that the study's ``train`` returns or yields last, with finite weights.
@@ -287,20 +287,20 @@ def trained_model(
     ``sample_weights`` are passed too. ``data`` are the samples to train on, and ``sample_weights``
     (float32, shape (n,)) are factors for the losses of the samples.
     """
-    last = deque(_steps(study, arguments, data, sample_weights), maxlen=1)
+    subset = {"data": data, "sample_weights": sample_weights}
+    last = deque(_steps(study, arguments, **subset), maxlen=1)
     return _checked(study, arguments, last[0][1] if last else None)
 
 
 def models_along(
     study: Study, arguments: dict[str, Any], times: list[float]
-) -> Generator[tuple[float, nn.Module]]:
-    """Train up to the last of the ascending ``times``, and yield each time with the model.
+) -> Generator[nn.Module]:
+    """Train up to the last of the ascending ``times``.
 
-    ``train`` must be a generator that yields (time, model) at each of these times, with finite
-    weights.
+    ``train`` must be a generator that yields (time, model) at each of these times.
 
     Yields:
-        The time and the model. All models may be the same object, which training changes.
+        The models, with finite weights. All may be the same object, which training changes.
     """
     remaining = list(times)
     passed: list[str] = []
@@ -308,7 +308,8 @@ def models_along(
         for at, model in steps:
             passed.append(f"{at:g}")
             if at == remaining[0]:
-                yield remaining.pop(0), _checked(study, arguments, model)
+                del remaining[0]
+                yield _checked(study, arguments, model)
             if not remaining:
                 return
             if at > remaining[0]:
@@ -320,18 +321,12 @@ def models_along(
     )
 
 
-def _steps(
-    study: Study,
-    arguments: dict[str, Any],
-    data: Samples | None = None,
-    sample_weights: torch.Tensor | None = None,
-) -> Generator[tuple[float, Any]]:
+def _steps(study: Study, arguments: dict[str, Any], **subset: Any) -> Generator[tuple[float, Any]]:
     """Yield the pairs that ``train`` yields, or one pair of time 0 and the returned model."""
-    more = {"data": data, "sample_weights": sample_weights}
     train = study.function("train")
     call = f"{study.path}: train({arguments}), which returns a model or yields (time, model),"
     with users_code(call):
-        result = train(**arguments, **{k: v for k, v in more.items() if v is not None})
+        result = train(**arguments, **{k: v for k, v in subset.items() if v is not None})
     if not inspect.isgenerator(result):
         yield 0.0, result
         return
