@@ -65,17 +65,6 @@ SEVERAL = {
 }
 
 
-def nested(name, value):
-    for key in reversed(name.split(".")):
-        value = {key: value}
-    return value
-
-
-def joined(one, other):
-    both = {**one, **other}
-    return both | {key: joined(one[key], other[key]) for key in one.keys() & other.keys()}
-
-
 @pytest.mark.parametrize("prefix", ["", "module."])
 @pytest.mark.parametrize("kind", SEVERAL)
 def test_one_of_several_state_dicts_is_named_or_chosen(kind, prefix, tmp_path, capsys):
@@ -85,7 +74,10 @@ def test_one_of_several_state_dicts_is_named_or_chosen(kind, prefix, tmp_path, c
     optimizer = {"state": {"a": {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 0.1}]}
     whole = {"optimizer": optimizer, "scores": {"best": torch.tensor(0.5)}, "epoch": 3}
     for name, state in states.items():
-        whole = joined(whole, nested(name, under(prefix, state)))
+        *above, last = name.split(".")
+        reduce(lambda inner, key: inner.setdefault(key, {}), above, whole)[last] = under(
+            prefix, state
+        )
     path = save(whole, tmp_path / "a.ckpt")
     for name, state in states.items():
         assert is_loaded(state, path, name)
