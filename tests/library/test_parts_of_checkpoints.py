@@ -75,9 +75,10 @@ def test_one_of_several_state_dicts_is_named_or_chosen(kind, prefix, tmp_path, c
     whole = {"optimizer": optimizer, "scores": {"best": torch.tensor(0.5)}, "epoch": 3}
     for name, state in states.items():
         *above, last = name.split(".")
-        reduce(lambda inner, key: inner.setdefault(key, {}), above, whole)[last] = under(
-            prefix, state
-        )
+        inner = whole
+        for key in above:
+            inner = inner.setdefault(key, {})
+        inner[last] = under(prefix, state)
     path = save(whole, tmp_path / "a.ckpt")
     for name, state in states.items():
         assert is_loaded(state, path, name)
