@@ -6,6 +6,7 @@ import re
 
 import pandas as pd
 import pytest
+from few_words import write as lines
 from refused import refused
 
 from trak_core.data.rows import as_number, class_number, parsed_json, read_rows
@@ -28,11 +29,6 @@ def table(path, rows):
     """Write rows by pandas, with quotes around each cell: it would leave them out around CR."""
     separator = "\t" if path.suffix == ".tsv" else ","
     pd.DataFrame(rows).to_csv(path, index=False, sep=separator, quoting=csv.QUOTE_ALL)
-    return path
-
-
-def lines(path, rows):
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return path
 
 
