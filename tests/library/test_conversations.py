@@ -102,30 +102,25 @@ def test_a_row_s_arguments_reach_the_template(folder, template, more, first):
         assert counted == WRITTEN[1]
 
 
-@pytest.mark.parametrize(
-    ("messages", "roles"),
-    [
-        ([USER, ANSWER, USER], "user, assistant, user"),  # a "thanks"
-        ([USER], "user"),
-        ([ANSWER], "assistant"),
-        ([{"role": "system", "content": "x"}, USER], "system, user"),
-        ([USER, {"role": "tool", "content": "x"}], "user, tool"),
-    ],
-)
-def test_a_conversation_without_an_answer_is_refused(folder, messages, roles):
-    weights = folder(ROLES)
-    with refused("studies.chat_roles", roles, "rows.jsonl, line 1"):
-        as_read({"messages": messages}, weights)
-    with refused("studies.chat_roles"):
-        as_read({"prompt": messages[:-1], "completion": messages[-1:]}, weights)
-
-
+# Conversations without an answer at the end: a "thanks", and others.
+UNANSWERED = {
+    "user, assistant, user": [USER, ANSWER, USER],
+    "user": [USER],
+    "assistant": [ANSWER],
+    "system, user": [{"role": "system", "content": "x"}, USER],
+    "user, tool": [USER, {"role": "tool", "content": "x"}],
+}
 NO_LISTS = ("[", "text", [], [1], [{"content": "x"}], {}, "[1]", 3)
 
 
 @pytest.mark.parametrize(
     ("row", "code", "values"),
     [
+        *(({"messages": own}, "chat_roles", [roles]) for roles, own in UNANSWERED.items()),
+        *(
+            ({"prompt": own[:-1], "completion": own[-1:]}, "chat_roles", [])
+            for own in UNANSWERED.values()
+        ),
         *(({"messages": value}, "messages", []) for value in NO_LISTS),
         ({"messages": TURNS, "text": "sky"}, "messages", ["text"]),
         ({"messages": TURNS, "prompt": "the sun"}, "two_texts", ["prompt"]),
