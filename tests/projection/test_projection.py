@@ -242,8 +242,8 @@ def test_memory_does_not_grow_with_the_gradient():
     """
     program = """
 import resource, numpy as np
-from trak_core.projection import back_project, project
-from trak_core.settings import ProjectionKind
+from trak_core.projection import project
+from trak_core.settings import ProjectionSpec
 spec = ProjectionSpec(kind="rademacher", n_params=2**21, proj_dim=4096, seed=0, stream=0)
 rows = np.zeros((8, 2**21), np.float32)
 out = np.zeros((8, 4096), np.float32)
