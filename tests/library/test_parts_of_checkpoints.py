@@ -1,6 +1,5 @@
 """Which of a file's weights are a model's: several state dicts, wrappers, and keys of others."""
 
-import re
 import warnings
 from contextlib import contextmanager
 
@@ -29,14 +28,10 @@ def net():
     return layers
 
 
-FOUND = re.compile(r"(?<=Found ).*(?=\.)")
-DIFFERING = re.compile(r"(?<=checkpoint's keys).*(?= must)|(?<=Found ).*")
-
-
 @contextmanager
 def misfits(found):
     """Expect that all keys that differ are named, and no other."""
-    with refused("study.checkpoint_keys", DIFFERING) as error:
+    with refused("study.checkpoint_keys") as error:
         yield error
     assert f" Found keys {found}. " in str(error.value)
 
@@ -84,7 +79,7 @@ def test_one_of_several_state_dicts_is_named_or_chosen(kind, prefix, tmp_path, c
         assert is_loaded(state, path, name)
     capsys.readouterr()
     if not taken:
-        with refused("study.state_dict", path, FOUND) as error:
+        with refused("study.state_dict", path) as error:
             load_checkpoint(net(), path)
         assert all(f"`state_dict: {name}`" in str(error.value) for name in names)
         return
@@ -104,7 +99,7 @@ def test_a_choice_that_is_not_there(part, tmp_path):
         save(under("model.", state) | {"averaged.n": torch.ones(2)}, tmp_path / "a.safetensors"),
     ):
         for read in (check_checkpoint, load_checkpoint):
-            with refused("study.no_such_part", path, FOUND) as error:
+            with refused("study.no_such_part", path) as error:
                 read(net(), path, part)
             assert f"Found no key {part}. There are weights under averaged, model." in str(
                 error.value
@@ -149,7 +144,7 @@ def test_of_two_networks_in_one_list_of_keys_none_is_taken(tmp_path):
     states = {name: net().state_dict() for name in ("student", "teacher")}
     stored = {k: v for name, state in states.items() for k, v in under(f"{name}.", state).items()}
     for path in (save(stored, tmp_path / "a.pt"), save(stored, tmp_path / "a.safetensors")):
-        with refused("study.checkpoint_keys", DIFFERING) as error:
+        with refused("study.checkpoint_keys") as error:
             load_checkpoint(net(), path)
         assert "`state_dict: student` or `state_dict: teacher`" in str(error.value)
         assert all(is_loaded(state, path, name) for name, state in states.items())
