@@ -321,10 +321,8 @@ def test_blocks_are_recomputed_if_stored_samples_need_the_memory(tmp_path):
     study = write_study(tmp_path, 300)
     loaded = LoadedModel.of_study(study, tmp_path / "c0.pt", SPEC, torch.device("cpu"))
     (samples,) = loaded.ordered(study.split("train", None))
-    kept = loaded.stored(samples)
-    most = 30
     assert not loaded.blocks.is_on
-    _, room = _prepared(loaded, [kept], None, most + (kept.n_bytes >> 20))
+    _, room = _prepared(loaded, [samples], None, 30)
     assert room.most(0) > 0
     assert loaded.blocks.is_on
 

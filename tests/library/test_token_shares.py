@@ -10,7 +10,7 @@ from projections import spec_for
 from torch import nn
 
 from trak_core.attribution.deferred_logits import MarginsOfTokens
-from trak_core.attribution.token_shares import Directions, Pairs, Shares
+from trak_core.attribution.token_scores import Directions, Pairs, Shares
 from trak_core.gradients import (
     gradient_method,
     gradients_at_once,
@@ -98,7 +98,7 @@ def test_shares_are_those_of_copies(make, kind, scaled, proj_dim, monkeypatch):
     """A tensor sketch uses factors of entries without scales, even if that is not cheaper here."""
     monkeypatch.setattr(Contractions, "prefers_factors", lambda *_: True)
     if kind == "hadamard":  # directions are held for few parameters, else computed in parts
-        monkeypatch.setattr("trak_core.attribution.token_shares.PIECE", 300)
+        monkeypatch.setattr("trak_core.attribution.token_scores.PIECE", 300)
     # Factors of some texts at a time, or of some tokens of a text.
     most = N_TOKENS if proj_dim == 32 else 3
     monkeypatch.setattr("trak_core.projection.tensor_sketch._PIECE", 2 * proj_dim * most)
@@ -232,7 +232,7 @@ def test_a_sample_without_pairs_has_no_shares():
 
 def test_held_directions_are_no_more_than_a_piece(monkeypatch):
     """Layers of one size are held as far as they fit."""
-    monkeypatch.setattr("trak_core.attribution.token_shares.PIECE", 100)
+    monkeypatch.setattr("trak_core.attribution.token_scores.PIECE", 100)
     parameters = dict(nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))).named_parameters())
     directions = Directions(parameters, spec_for(parameters, 32, "rademacher"), torch.randn(2, 32))
     for parameter in parameters.values():

@@ -16,7 +16,7 @@ from trak_core.stages.select_targets import select_targets
 
 PAGE = (REPOSITORY / "docs/reference/files.md").read_text()
 SECTIONS = re.findall(r"^## `results/(\S+\.h5)`\n(.*?)(?=^## )", PAGE, flags=re.M | re.S)
-ROW = re.compile(r"^\| (\*?`[^|]+`\*?) \| (\w+) \| ?(.*?) \| (.*) \|$", flags=re.M)
+ROW = re.compile(r"^\| (\*?`[^|]+`\*?) \| (\w+)(?:, ([^|]+))? \| (.*) \|$", flags=re.M)
 TYPES = {"text": "SO", "id": "iSO", "float": "f", "as the study's": "iufS"}
 
 

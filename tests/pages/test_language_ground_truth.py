@@ -31,7 +31,7 @@ def test_the_page_on_planted_facts(tmp_path, monkeypatch):
     config.write_text(both.replace("  seed1: {seed: 1}\n", ""))
     assert config.read_text() != both
     page = "docs/explanation/planted-facts.md"
-    ranks, texts = follow(page, workspace.folder, monkeypatch)
+    (ranks,) = follow(page, workspace.folder, monkeypatch)
     rows = re.findall(r"^(\w+) +(\S+) +(\S+)$", ranks, flags=re.M)
     shown = next(text for info, text in blocks(page) if info == "text")
     assert [row[0] for row in rows] == [line.split()[0] for line in shown.splitlines()[1:]]
@@ -46,6 +46,3 @@ def test_the_page_on_planted_facts(tmp_path, monkeypatch):
     assert normalized["reworded"] > of_first["reworded"]
     answer = Page(workspace.path("results-facts/answers/mine.html").read_text())
     assert "we know that old songs of vuntoria praise the dog" in answer.text
-    question, *answers = texts.splitlines()
-    assert question.startswith("asked: ")
-    assert any(line.endswith("(planted)") for line in answers)

@@ -14,9 +14,9 @@ from trak_core import Attributor
 from trak_core.artifacts import FEATURES, open_artifact
 from trak_core.attribution.device import Compute
 from trak_core.attribution.inner_products import inner_products
-from trak_core.attribution.label_draws import LabelDraws, SampledNormal
+from trak_core.attribution.label_draws import LabelDraws
 from trak_core.attribution.loaded_model import LoadedModel
-from trak_core.attribution.write_features import projection_for
+from trak_core.attribution.write_features import SampledNormal, projection_for
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.projection.reference import projection_matrix
 from trak_core.settings import stream_of

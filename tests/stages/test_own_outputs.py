@@ -22,9 +22,8 @@ from torch.nn.functional import (
     softplus,
 )
 
-from trak_core.attribution.checkpoint_scorers import MemoryPart
 from trak_core.attribution.combine_checkpoints import sample_table
-from trak_core.attribution.fitted_checkpoint import read_rows
+from trak_core.attribution.fitted_checkpoint import MemoryPart, read_rows
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.sample_outputs import model_output, outputs_and_predictions
 from trak_core.config.read_config import check_config
@@ -232,7 +231,11 @@ def test_a_class_that_is_predicted_stays_one():
         output = own_output(ModelOutput(value=lambda x, _: x.sum(), prediction=prediction), "f")
         models = [torch.eye(9)[[3, 1]], torch.eye(9)[[8, 1]], torch.eye(9)[[3, 2]]]
         made = [over_samples(output.prediction, x, torch.zeros(2)).numpy() for x in models]
-        vectors = {"train_ids": np.arange(2), "train_labels": np.zeros(2)}
+        vectors = {
+            "train_ids": np.arange(2),
+            "train_labels": np.zeros(2),
+            "loss_weights": np.ones(2),
+        }
         parts = [
             MemoryPart(read_rows(x), {**vectors, "train_outputs": x, "train_predictions": x}, 1.0)
             for x in made

@@ -317,9 +317,9 @@ def test_features_that_differ_by_rounding_alone_are_refused_as_int8_too(
     """Their integers may differ where a half is rounded. Scores would be rounding errors."""
 
     def alike(features):
-        rows, columns = wait(features)
-        noise = np.random.default_rng(len(rows)).standard_normal(rows.shape)
-        return (1 - 1 / 254 + 1e-6 * noise * (rows != 0)).astype(np.float32), columns
+        rows, *columns = wait(features)
+        noise = torch.from_numpy(np.random.default_rng(len(rows)).standard_normal(rows.shape))
+        return [(1 - 1 / 254 + 1e-6 * noise * (rows != 0)).float(), *columns]
 
     wait = QueuedFeatures.wait
     monkeypatch.setattr(QueuedFeatures, "wait", alike)

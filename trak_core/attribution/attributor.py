@@ -1,6 +1,7 @@
 """The class ``Attributor``: scores of training samples for targets, in one Python process."""
 
 import copy
+import re
 import shutil
 import tempfile
 import weakref
@@ -12,42 +13,49 @@ from typing import Any, Literal, NoReturn, Self
 
 import pandas as pd
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from trak_core.artifacts import NORMAL_MATRIX, open_artifact
-from trak_core.attribution.attributor_arguments import (
-    Output,
-    Weights,
-    check_scoring,
-    device_named,
-    name_of_output,
-    read_checkpoints,
-    without_none,
+from trak_core.artifacts import NORMAL_MATRIX, Artifact, open_artifact
+from trak_core.attribution.device import PRECISIONS, Compute, float32_precision, takes_cuda
+from trak_core.attribution.fitted_attributor import FittedAttributor, Setup, stored_columns
+from trak_core.attribution.fitted_checkpoint import (
+    normal_matrix_specs,
+    training_table,
+    write_normal_matrix,
 )
-from trak_core.attribution.checkpoint_scorers import stored_columns
-from trak_core.attribution.device import Compute, float32_precision
-from trak_core.attribution.fitted_attributor import FittedAttributor, Setup
-from trak_core.attribution.fitted_checkpoint import training_table, write_normal_matrix
 from trak_core.attribution.inner_products import write_gramian
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.model_fit import fit_of
-from trak_core.attribution.sample_outputs import model_output
 from trak_core.attribution.write_features import write_features
-from trak_core.config.checkpoint_list import are_from_along_runs, checkpoint_table, runs_of
+from trak_core.config.checkpoint_list import (
+    Checkpoint,
+    are_from_along_runs,
+    checkpoint_table,
+    runs_of,
+    seeming_runs,
+)
 from trak_core.config.cross_checks import check_exact, check_label_draws, check_preconditioner
 from trak_core.config.memory_needs import normal_matrix_need
 from trak_core.config.scoring_settings import features_spec, fill_in_scoring, scores_spec
 from trak_core.dependency_digests import content_digest
 from trak_core.errors import InputError, listed
-from trak_core.model_outputs.about_outputs import about_output, output_name
+from trak_core.model_outputs.about_outputs import (
+    TABLE,
+    about_output,
+    function_location,
+    output_name,
+)
 from trak_core.model_outputs.model_output import ModelOutput, own_output
 from trak_core.runtime.progress import notice, progress_bar
-from trak_core.settings import TRAIN
+from trak_core.settings import TRAIN, Combine, NormalSpec, Weighting
 from trak_core.study.given_data import split_of_data, subset_digest
 from trak_core.study.study import Study
 
 # This text replaces the digest of the data if features are stored in a temporary folder.
 _IN_MEMORY = "in memory"
+
+Weights = str | Path | Mapping[str, Any]
+Output = str | ModelOutput | Callable[..., Tensor]
 
 
 class Attributor(FittedAttributor):
@@ -156,12 +164,12 @@ class Attributor(FittedAttributor):
         threads: int | None = None,
         describe: Callable[[Any], str] | None = None,
     ) -> None:
-        table, self._weights = read_checkpoints(checkpoints)
-        name = name_of_output(output)
+        table, self._weights = _read_checkpoints(checkpoints)
+        name = _name_of_output(output)
         config: dict[str, Any] = {
             "model_output": name,
-            "projection": projection or without_none(kind=kind, proj_dim=proj_dim, seed=seed),
-            "scoring": without_none(
+            "projection": projection or _without_none(kind=kind, proj_dim=proj_dim, seed=seed),
+            "scoring": _without_none(
                 damping=damping,
                 weighting=weighting,
                 combine=combine,
@@ -178,13 +186,13 @@ class Attributor(FittedAttributor):
             "answers": {"tokens": False},
         }
         fill_in_scoring(config, along=are_from_along_runs(table))
-        check_scoring(config["scoring"] | config["compute"])
+        _check_scoring(config["scoring"] | config["compute"])
         check_exact(config)
         check_preconditioner(config)
         check_label_draws(config)
         state_dicts = {id_: c.state_dict for id_, c in table.items() if c.state_dict}
         spec = scores_spec(config, features_spec(config, "", state_dicts), runs_of(table))
-        torch_device = device_named(device, projects=projection is None)
+        torch_device = _device_named(device, projects=projection is None)
         compute = Compute(torch_device, batch_size, memory_mb, threads or torch.get_num_threads())
         super().__init__()
         self._setup = Setup(spec, compute)
@@ -204,11 +212,9 @@ class Attributor(FittedAttributor):
         limits = ("device", "precision", "batch_size", "memory_mb", "threads")
         checkpoints = config["checkpoints"]
         if isinstance(checkpoints, str):  # the path of a table of checkpoints
-            table = checkpoint_table(checkpoints, None)
-            fields = ("path", "run", "at", "state_dict")
             checkpoints = {
-                name: without_none(**{key: getattr(c, key) for key in fields})
-                for name, c in table.items()
+                name: _without_none(path=c.path, run=c.run, at=c.at, state_dict=c.state_dict)
+                for name, c in checkpoint_table(checkpoints, None).items()
             }
         attributor = cls(
             study.make_model,
@@ -263,9 +269,8 @@ class Attributor(FittedAttributor):
         spec = replace(self.settings, features=features)
         self._setup = replace(self._setup, spec=spec, train=train, folder=Path(folder))
         if self._is_projected:
-            dim, norm_power = features.projection["proj_dim"], spec.of_normal_matrix().norm_power
-            need = normal_matrix_need(dim, divides=norm_power is not None)
-            need.check(self._compute.memory_mb)
+            dim, divides = features.projection["proj_dim"], spec.norm_power is not None
+            normal_matrix_need(dim, divides=divides).check(self._compute.memory_mb)
         n_steps = len(self.checkpoints) * len(self._train.ids)
         by_digest: dict[str, list[str]] = {}
         with float32_precision(features.precision), progress_bar("fit", n_steps) as bar:
@@ -285,23 +290,23 @@ class Attributor(FittedAttributor):
         return f"Attributor of {n} checkpoint{'s' * (n != 1)}, {fitted}"
 
     def _load(self, name: str) -> LoadedModel:
-        spec, output = self.settings.features.under(name), self._output
-        device = self._compute.device
-
-        def output_of(model: nn.Module) -> ModelOutput:
-            if isinstance(output, str):
-                return model_output(output, model, self._train, device, self._setup.study)
-            if not isinstance(output, ModelOutput):
-                notice(
-                    f"all training samples have the loss weight Q = 1 with {spec.model_output}, "
-                    "which is correct only if that output is minus the training loss. Otherwise, "
-                    "pass ModelOutput(value, loss_weight)."
-                )
-            return own_output(output, spec.model_output)
-
-        model = self._model
-        make = (lambda: copy.deepcopy(model)) if isinstance(model, nn.Module) else model
-        return LoadedModel.load(make, self._weights[name], spec, output_of, device)
+        spec, output, model = self.settings.features.under(name), self._output, self._model
+        own = None if isinstance(output, str) else own_output(output, spec.model_output)
+        if not isinstance(output, str | ModelOutput):
+            notice(
+                f"all training samples have the loss weight Q = 1 with {spec.model_output}, which "
+                "is correct only if that output is minus the training loss. Otherwise, pass "
+                "ModelOutput(value, loss_weight)."
+            )
+        return LoadedModel.load(
+            (lambda: copy.deepcopy(model)) if isinstance(model, nn.Module) else model,
+            self._weights[name],
+            spec,
+            self._compute.device,
+            output=own,
+            pairs=self._train,
+            study=self._setup.study,
+        )
 
     def _refuse(self, path: Path, keys: Sequence[str]) -> NoReturn:
         names = ["training data or ids" if key == "study_digest" else key for key in keys]
@@ -316,23 +321,17 @@ class Attributor(FittedAttributor):
     def _fit_checkpoint(self, name: str, bar: Any) -> str:
         """Write the missing files of a checkpoint, and return the digest of its weights."""
         path, own, compute = self._features(name), self.settings.under(name), self._compute
-        loaded = self._load(name)
+        loaded = replace(self._load(name), method_of=self._method_for)
         if path.exists() and self._is_current(name, loaded):
             bar.advance(len(self._train.ids))
         else:
             with bar.counting():
-                given, settings = (path, loaded, self._train), (own.of_train(), compute)
-                if self._is_projected:
-                    write_features(*given, *settings, method_of=self._method_for, code="")
-                else:
-                    write_gramian(*given, None, *settings, code="")
-        if not self._is_projected:
-            return loaded.checkpoint_digests["sha256"]
-        with self._open_features(name) as train:
-            matrix, spec = self._normal_matrix(name), own.of_normal_matrix()
-            if not matrix.exists() or not _is_from(matrix, train.content_hash, spec.as_dict()):
-                given = matrix, train, spec
-                with bar.silent():
+                write = write_features if self._is_projected else write_gramian
+                write(path, loaded, self._train, own.of_train(), compute, code="")
+        if self._is_projected:
+            with self._open_features(name) as train, bar.silent():
+                given = self._normal_matrix(name), train, own.of_normal_matrix()
+                if not _is_normal_matrix_of(*given):
                     write_normal_matrix(*given, code="", memory_mb=compute.memory_mb)
         return loaded.checkpoint_digests["sha256"]
 
@@ -350,10 +349,8 @@ class Attributor(FittedAttributor):
 
     def _is_current(self, name: str, loaded: LoadedModel) -> bool:
         """Return whether a file is for this checkpoint. Refuse a file of other data or settings."""
-        expected = self._file_spec(name, loaded)
         with self._open_features(name) as file:
-            differ = [key for key in expected if expected[key] != file.spec.get(key)]
-            columns = stored_columns(file)
+            differ, columns = self._differing_keys(name, loaded, file), stored_columns(file)
         if differ == ["checkpoint"]:
             return False
         if not differ and not loaded.reproduces(self._train, columns):
@@ -363,9 +360,97 @@ class Attributor(FittedAttributor):
         return True
 
 
-def _is_from(path: Path, features_hash: str, spec: Mapping[str, Any]) -> bool:
-    """Return whether a normal matrix was computed from these features, with this spec."""
+def _is_normal_matrix_of(path: Path, train: Artifact, spec: NormalSpec) -> bool:
+    """Return whether a file exists and is the normal matrix of the features in ``train``."""
+    if not path.exists():
+        return False
     with open_artifact(path, NORMAL_MATRIX) as file:
-        own = {key: file.spec.get(key) for key in spec if key not in {"projection", "checkpoint"}}
-        expected = {key: spec[key] for key in own}
-        return (own, file.spec.get("features")) == (expected, features_hash)
+        expected, stored = normal_matrix_specs(file, train, spec)
+        return expected == stored
+
+
+def _without_none(**settings: Any) -> dict[str, Any]:
+    """Return the settings that are not None, by name."""
+    return {key: value for key, value in settings.items() if value is not None}
+
+
+def _read_checkpoints(given: Any) -> tuple[dict[str, Checkpoint], dict[str, Any]]:
+    """Return the checkpoints by id, sorted, and a path, a state dict or None for each id."""
+    if given is None:
+        return {"model": Checkpoint("model", path="")}, {"model": None}
+    if isinstance(given, str | Path) or _is_state_dict(given):
+        given = [given]
+    if not isinstance(given, Mapping):
+        stems = [_id_of(w) if isinstance(w, str | Path) else "" for w in given]
+        are_names = all(stems) and len({*stems}) == len(stems)
+        given = {stems[i] if are_names else str(i): weights for i, weights in enumerate(given)}
+    entries: dict[str, Any] = {}
+    in_memory: dict[str, Any] = {}
+    for name, weights in given.items():
+        is_entry = isinstance(weights, Mapping) and not _is_state_dict(weights)
+        entry = dict(weights) if is_entry else {"path": weights}
+        if isinstance(entry.get("path"), Mapping):
+            in_memory[str(name)] = entry["path"]
+            entry["path"] = ""  # so that no training step is read from the name of a folder
+        entries[str(name)] = {k: str(v) if k == "path" else v for k, v in entry.items()}
+    table = checkpoint_table(entries, None)
+    paths = {name: Path(c.path) for name, c in table.items() if c.path}
+    missing = [path for path in paths.values() if not path.exists()]
+    if missing:
+        raise InputError(
+            f"A checkpoint must be an existing file or folder. Found nothing at {missing[0]}.",
+            code="attribution.no_checkpoint",
+        )
+    if told := seeming_runs(table):
+        notice(told)
+    return table, paths | in_memory
+
+
+def _id_of(path: str | Path) -> str:
+    """Return the id of a file, such as ``epoch_1-step_60`` for ``epoch=1-step=60.ckpt``."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", Path(path).stem).lstrip(".-")
+
+
+def _is_state_dict(given: Any) -> bool:
+    is_filled = isinstance(given, Mapping) and bool(given)
+    return is_filled and all(isinstance(value, Tensor) for value in given.values())
+
+
+def _name_of_output(output: Output) -> str:
+    """Return the name of a model output, which is stored in files."""
+    if isinstance(output, str):
+        if output not in TABLE and function_location(output) is None:
+            raise InputError(
+                f"`output` must be one of {', '.join(TABLE)}; `file.py:function`; a function; or a "
+                f"ModelOutput. Found {output!r}.",
+                code="attribution.output",
+            )
+        return output
+    function = output.value if isinstance(output, ModelOutput) else output
+    return str(getattr(function, "__qualname__", type(function).__name__))
+
+
+def _check_scoring(scoring: Mapping[str, Any]) -> None:
+    """Raise an error for values that the schema of the config does not allow."""
+    power, damping = scoring["loss_weight_power"], scoring["damping"]
+    if not 0 < power <= 1 or not 0 <= damping < float("inf"):
+        raise InputError(
+            "`loss_weight_power` must be above 0 and at most 1, and `damping` at least 0. Found "
+            f"{power} and {damping}.",
+            code="attribution.scoring",
+        )
+    for key, values in (("combine", Combine), ("weighting", Weighting), ("precision", PRECISIONS)):
+        if scoring[key] not in [*values]:
+            raise InputError(
+                f"`{key}` must be one of {', '.join(values)}. Found {scoring[key]!r}.",
+                code="attribution.scoring",
+            )
+
+
+def _device_named(given: str | torch.device, *, projects: bool) -> torch.device:
+    """Return a device. See ``takes_cuda`` for ``projects`` and errors."""
+    if given == "auto":
+        given = "cuda" if takes_cuda("auto") else "cpu"
+    device = torch.device(given)
+    takes_cuda(device.type, projects=projects)
+    return device

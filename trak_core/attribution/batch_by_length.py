@@ -38,10 +38,10 @@ class OrderedSamples:
     split: Split
     output: ModelOutput
     rows: np.ndarray
-    lengths: list[int] | None
-    shapes: Shapes | None
-    makes_mask: bool
-    window: int
+    lengths: list[int] | None = None
+    shapes: Shapes | None = None
+    makes_mask: bool = False
+    window: int = 0
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -148,11 +148,7 @@ def order_samples(
         )
         shapes = shapes_of(texts, output)
     if shapes is None or not shapes.differ:
-        sizes = [len(split.ids) for split in splits]
-        return [
-            OrderedSamples(split, output, np.arange(n), None, None, False, n)
-            for split, n in zip(splits, sizes, strict=True)
-        ]
+        return [OrderedSamples(split, output, np.arange(len(split.ids))) for split in splits]
     takes_mask = _MASK in inspect.signature(model.forward).parameters
     ordered, first = [], 0
     for split in splits:
@@ -176,22 +172,3 @@ def subset(split: Split, rows: Sequence[int]) -> Split:
     samples = Subset(split.samples, rows)  # pyright: ignore[reportArgumentType]
     ids = [split.ids[i] for i in rows]
     return Split(samples, ids)  # pyright: ignore[reportArgumentType]
-
-
-@dataclass(frozen=True, slots=True)
-class StoredSamples:
-    """Samples that are stored in a device's memory, with one batch for each sample."""
-
-    samples: OrderedSamples
-    parts: list[Batch]
-
-    def __len__(self) -> int:
-        return len(self.parts)
-
-    @property
-    def n_bytes(self) -> int:
-        return sum(tensor.nbytes for part in self.parts for _, tensor in part.tensors())
-
-    def rows(self, start: int, stop: int) -> Batch:
-        """Return the samples from ``start`` to ``stop``. Texts are padded to the longest."""
-        return joined(self.parts[start:stop])

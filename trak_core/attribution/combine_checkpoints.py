@@ -1,5 +1,6 @@
 """Summarize scores over checkpoints: tables of samples, and the largest scores of each target."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -24,58 +25,53 @@ from trak_core.model_outputs.about_outputs import About
 # The number of scores in a block that stays in the processor's cache from one step to the next.
 _FAST_SCORES = 2**21
 
-Summary = Callable[[np.ndarray], np.ndarray]
-
 
 def fast_rows(n_targets: int) -> int:
     """Return the number of rows of scores that fit into the cache, a multiple of CHUNK_ROWS."""
     return max(1, _FAST_SCORES // n_targets // CHUNK_ROWS) * CHUNK_ROWS
 
 
-def mean(numbers: np.ndarray) -> np.ndarray:
-    """Return the mean over checkpoints, which are the first axis, in float32."""
-    return numbers.mean(axis=0, dtype=np.float64).astype(np.float32)
+def _mean(values: np.ndarray, _: int) -> np.ndarray:
+    return values.mean(axis=0, dtype=np.float64).astype(np.float32)
 
 
-def _sd(numbers: np.ndarray) -> np.ndarray:
-    return numbers.std(axis=0, dtype=np.float64).astype(np.float32)
-
-
-def summarized(
-    parts: Sequence[Part], key: str, n_samples: int, block: int, *summaries: Summary
-) -> list[np.ndarray]:
-    """Apply functions to the vectors ``key`` of all parts. Return arrays of shape (n,)."""
-    blocks: list[list[np.ndarray]] = [[] for _ in summaries]
-    for start in range(0, n_samples, block):
-        values = np.stack([part.vector(key, start, start + block) for part in parts])
-        for summary, done in zip(summaries, blocks, strict=True):
-            done.append(summary(values))
-    return [np.concatenate(done) for done in blocks]
+def _sd(values: np.ndarray, _: int) -> np.ndarray:
+    return values.std(axis=0, dtype=np.float64).astype(np.float32)
 
 
 def sample_table(parts: Sequence[Part], side: str, block: int) -> dict[str, np.ndarray]:
     """Return the table of training samples (``side`` is ``train``) or of targets (``target``).
 
-    Columns are ``id``, ``label``, ``prediction``, ``output`` and ``output_sd``, shape (n,) each.
-    ``output`` is the mean over checkpoints, and ``output_sd`` the standard deviation. A predicted
-    class is the class that most checkpoints predict. Predictions that are not classes are averaged.
+    Columns are ``id``, ``label``, ``prediction``, ``output``, ``output_sd`` and, for training
+    samples, ``loss_weight``, shape (n,) each. ``output`` and ``loss_weight`` are means over
+    checkpoints, and ``output_sd`` the standard deviation. A predicted class is the class that most
+    checkpoints predict. Predictions that are not classes are averaged. ``block`` rows are read at a
+    time.
     """
-    ids, labels = parts[0].vector(f"{side}_ids"), parts[0].vector(f"{side}_labels")
-    outputs, spreads = summarized(parts, f"{side}_outputs", len(ids), block, mean, _sd)
-    key = f"{side}_predictions"
-    if parts[0].vector(key, 0, 1).dtype.kind == "f":
-        (predictions,) = summarized(parts, key, len(ids), block, mean)
-    else:
-        predictions = np.concatenate([
-            most_frequent(
-                np.stack([part.vector(key, i, i + block) for part in parts]),
-                labels[i : i + block],
-                outputs[None, i : i + block],
-            )
+    ids, labels = (parts[0].vector(f"{side}_{key}") for key in ("ids", "labels"))
+
+    def summarized(
+        key: str, summary: Callable[[np.ndarray, int], np.ndarray] = _mean
+    ) -> np.ndarray:
+        """Apply a function of values (checkpoints, rows) and the first row to blocks of rows."""
+        return np.concatenate([
+            summary(np.stack([part.vector(key, i, i + block) for part in parts]), i)
             for i in range(0, len(ids), block)
         ])
-    columns = {"id": ids, "label": labels, "prediction": predictions}
-    return {**columns, "output": outputs, "output_sd": spreads}
+
+    def frequent(classes: np.ndarray, i: int) -> np.ndarray:
+        return most_frequent(classes, labels[i : i + block], outputs[None, i : i + block])
+
+    outputs, predicted = summarized(f"{side}_outputs"), f"{side}_predictions"
+    is_class = parts[0].vector(predicted, 0, 1).dtype.kind != "f"
+    table = {
+        "id": ids,
+        "label": labels,
+        "prediction": summarized(predicted, frequent if is_class else _mean),
+        "output": outputs,
+        "output_sd": summarized(f"{side}_outputs", _sd),
+    }
+    return table | ({"loss_weight": summarized("loss_weights")} if side == "train" else {})
 
 
 def add_improving_signs(targets: dict[str, np.ndarray], about: About, *, is_mean: bool) -> None:
@@ -115,33 +111,29 @@ class KeptScores:
         they are unknown. ``labels`` are the targets' classes, shape (m,), or None.
         """
         helpful = harmful = None
-        by_sample: dict[str, list[np.ndarray]] = {}
-        if improves is not None:
-            by_sample |= {"help": [], "harm": []}
-        if labels is not None:
-            by_sample["harmed_label"] = []
-        for start, mean in blocks:
+        by_sample: defaultdict[str, list[np.ndarray]] = defaultdict(list)
+        for start, scores in blocks:
             if improves is not None:
-                both = help_and_harm(mean, improves).astype(np.float32)
+                both = help_and_harm(scores, improves).astype(np.float32)
                 by_sample["help"].append(both[:, 0])
                 by_sample["harm"].append(both[:, 1])
             if labels is not None:
-                by_sample["harmed_label"].append(harmed_class(mean, labels))
-            helpful = largest(helpful, start, mean, top)
-            harmful = largest(harmful, start, -mean, top)
-        return cls(helpful, harmful, _joined(by_sample))
+                by_sample["harmed_label"].append(harmed_class(scores, labels))
+            helpful = largest(helpful, start, scores, top)
+            harmful = largest(harmful, start, -scores, top)
+        return cls(helpful, harmful, {k: np.concatenate(v) for k, v in by_sample.items()})
 
     @classmethod
     def of_shards(cls, shards: Sequence[Artifact], top: int) -> Self:
         """Combine the summaries of non-empty shards, which must be in the order of their rows."""
         keys = [key for key in ("help", "harm", "harmed_label") if shards[0].has(key)]
-        by_sample = {key: [shard.vector(key) for shard in shards] for key in keys}
+        by_sample = {key: np.concatenate([s.vector(key) for s in shards]) for key in keys}
 
         def extremes(key: str) -> Extremes:
             parts = (Extremes(s.matrix(f"{key}_rows")[:], s.matrix(key)[:]) for s in shards)
             return reduce(lambda seen, part: merged(seen, part, top), parts)
 
-        return cls(extremes("helpful"), extremes("harmful"), _joined(by_sample))
+        return cls(extremes("helpful"), extremes("harmful"), by_sample)
 
     def write(self, writer: Writer, targets: np.ndarray) -> None:
         """Write the summary to the file of a shard."""
@@ -152,10 +144,6 @@ class KeptScores:
                 ranks = np.arange(len(seen.rows))
                 writer.matrix(key, ranks, targets)[:] = seen.scores
                 writer.matrix(f"{key}_rows", ranks, targets, dtype=np.int64)[:] = seen.rows
-
-
-def _joined(blocks: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
-    return {key: np.concatenate(parts or [np.empty(0)]) for key, parts in blocks.items()}
 
 
 def influence_table(

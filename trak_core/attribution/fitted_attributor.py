@@ -1,9 +1,8 @@
 """The base class of attributors. It scores targets with stored features of training samples."""
 
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any, Literal, NoReturn
 
 import numpy as np
 import pandas as pd
+import torch
+from torch import Tensor
 
 from trak_core.artifacts import (
     FEATURES,
@@ -18,27 +19,27 @@ from trak_core.artifacts import (
     NORMAL_MATRIX,
     Artifact,
     ArtifactError,
+    Rows,
     open_artifact,
-)
-from trak_core.attribution.checkpoint_scorers import (
-    ExactScorer,
-    MemoryPart,
-    ProjectedScorer,
-    Scorer,
-    stored_columns,
 )
 from trak_core.attribution.device import Compute, float32_precision
 from trak_core.attribution.fitted_checkpoint import (
     DampedGradients,
-    DampedNormalMatrix,
+    MemoryPart,
+    read_normal_matrix,
+    read_rows,
     self_influences,
+    similarity_rows,
 )
 from trak_core.attribution.gradient_method_record import Methods, method_for, recorded_methods
+from trak_core.attribution.inner_products import inner_products
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.score_formulas import checkpoint_weights
 from trak_core.attribution.scores import Scores
-from trak_core.attribution.token_scores import Cut, token_tables
-from trak_core.attribution.write_features import projection_for
+from trak_core.attribution.solve import DampedMatrix
+from trak_core.attribution.token_scores import Cut, count_tokens, cut_pairs, token_tables
+from trak_core.attribution.write_features import feature_blocks, projection_for
+from trak_core.config.memory_needs import exact_need
 from trak_core.errors import InputError
 from trak_core.gradients import Batch, GradientMethod
 from trak_core.runtime.progress import progress_bar
@@ -47,6 +48,108 @@ from trak_core.study.dataset_split import Split
 from trak_core.study.given_data import split_of_data
 from trak_core.study.show_samples import sample_as_html
 from trak_core.study.study import Study
+
+_COLUMNS = ("labels", "outputs", "predictions", "loss_weights")
+
+
+def stored_columns(file: Artifact) -> dict[str, np.ndarray]:
+    """Return the columns in a file of features or of a Gramian, by name."""
+    return {key: file.vector(key) for key in _COLUMNS}
+
+
+@dataclass(frozen=True, slots=True)
+class Scorer:
+    """A loaded checkpoint, and the results of ``Attributor.fit`` for its training samples.
+
+    Attributes:
+        train: The training samples.
+        columns: Their ``stored_columns``.
+        norm: The norm ||B||, or None if scores are not divided by it.
+        damped: The factorized matrix N + ridge I, or the damped Gramian for exact scores.
+        features: Phi_c, in a file or in memory. None for exact scores.
+    """
+
+    loaded: LoadedModel
+    spec: ScoresSpec
+    train: Split
+    columns: Mapping[str, np.ndarray]
+    norm: float | None
+    damped: DampedMatrix | DampedGradients
+    features: Rows | np.ndarray | None = None
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the model, the factorization, and the features or the Gramian."""
+        tensors = [*self.loaded.model.parameters(), *self.loaded.model.buffers()]
+        n_bytes = sum(tensor.nbytes for tensor in tensors)
+        if isinstance(self.damped, DampedGradients):
+            return n_bytes + 2 * self.damped.damped.gramian.nbytes
+        assert self.features is not None
+        return n_bytes + self.features[:1].nbytes * len(self.features) + self.damped.factor.nbytes
+
+    def score(self, targets: Split, compute: Compute) -> MemoryPart:
+        """Return A_c, with labels, outputs and predictions of all samples.
+
+        A_c is Phi_c (N + ridge I)^-1 T_c^T. For exact scores, it is that of ``DampedGradients``,
+        and each call differentiates all training samples.
+        """
+        if isinstance(self.damped, DampedGradients):
+            values, columns = self._exact(targets, self.damped, compute)
+            rows = read_rows(values)
+        else:
+            assert self.features is not None
+            target_phi, columns = self._target_features(targets, compute)
+            phi = read_rows(self.features, normalize=self.spec.normalize)
+            rows = similarity_rows(phi, self.damped.solve(target_phi.T))
+        arrays = [(c.float() if c.is_floating_point() else c).cpu().numpy() for c in columns]
+        own = dict(zip(_COLUMNS, arrays, strict=False))
+        vectors = {"loss_weights": self.columns["loss_weights"]}
+        for side, split, values in (("train", self.train, self.columns), ("target", targets, own)):
+            vectors[f"{side}_ids"] = np.array(split.ids)
+            vectors |= {f"{side}_{key}": values[key] for key in _COLUMNS[:3]}
+        return MemoryPart(rows, vectors, self.norm or 1.0)
+
+    def _exact(
+        self, targets: Split, gradients: DampedGradients, compute: Compute
+    ) -> tuple[np.ndarray, list[Tensor]]:
+        """Return exact A_c, shape (n, m), float32, and the targets' columns."""
+        exact_need(len(gradients.damped.gramian), len(targets.ids)).check(compute.memory_mb)
+        if not self.loaded.reproduces(self.train, self.columns):
+            raise InputError(
+                "With `projection: exact`, `fit` and `score` must use the same training samples "
+                "and model. Found different model outputs. Call `fit` again.",
+                code="attribution.changed_data",
+            )
+        given = self.loaded, self.train, targets, self.spec.features, compute
+        cross, columns = inner_products(*given)
+        return gradients.similarities(cross).astype(np.float32), columns
+
+    def _target_features(self, targets: Split, compute: Compute) -> tuple[np.ndarray, list[Tensor]]:
+        """Return targets' features (m, k), rounded to the stored dtype, as float64, and columns."""
+        given = self.loaded, targets, self.spec.features, compute
+        _, _, features, columns = zip(*feature_blocks(*given, must_differ=False), strict=True)
+        joined = [torch.cat(parts) for parts in zip(*columns, strict=True)]
+        return np.concatenate(features).astype(np.float64), joined
+
+    def cut(self, train: Sequence[int], targets: Split, pairs: np.ndarray, compute: Compute) -> Cut:
+        """Return the result of ``cut_pairs`` for rows ``train`` of training samples, and targets.
+
+        ``pairs`` are positions in ``train`` and targets, shape (pairs, 2).
+        """
+        assert isinstance(self.damped, DampedMatrix)
+        assert self.features is not None
+        (samples,) = self.loaded.ordered(targets)
+        if not count_tokens(self.loaded.batch(samples, 0, 1), self.loaded):
+            raise InputError(
+                "Scores can be split by tokens only if samples are texts. Found a target without "
+                "tokens.",
+                code="attribution.no_tokens",
+            )
+        target_phi, _ = self._target_features(targets, compute)
+        phi = np.concatenate([self.features[row : row + 1] for row in train]).astype(np.float64)
+        splits = self.train.take([self.train.ids[row] for row in train]), targets
+        given = self.loaded, self.spec, self.damped, splits, (phi, target_phi), pairs, compute
+        return cut_pairs(*given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +173,8 @@ class FittedAttributor(ABC):
         # The scorers in memory, by checkpoint, and whether they hold training features.
         self._held: dict[str, Scorer] = {}
         self._holds = True
+        # Closes files at the end of each method that reads them.
+        self._files = ExitStack()
 
     @property
     def _compute(self) -> Compute:
@@ -111,7 +216,32 @@ class FittedAttributor(ABC):
                 needs less memory. ``Scores.frame`` is then not available.
             top: The number of positive and of negative top influences to keep for each target.
         """
-        return self._score(split_of_data(target_data, ids), keep=keep, top=top)
+        if keep not in {"full", "top_k"}:
+            raise InputError(
+                f"`keep` must be full or top_k. Found {keep!r}.", code="attribution.scoring"
+            )
+        targets = split_of_data(target_data, ids)
+        n_steps = len(targets.ids) if self._is_projected else len(self._train.ids)
+
+        def parts_of_checkpoints() -> list[MemoryPart]:
+            # Scorers that are not kept are freed before the next one is read.
+            return [
+                self._scorer(name).score(targets, self._compute_beside_held(name))
+                for name in self.checkpoints
+            ]
+
+        with self._reading():
+            with progress_bar("score", len(self.checkpoints) * n_steps) as bar, bar.counting():
+                parts = self._retry_with_memory(parts_of_checkpoints)
+            return Scores.of_parts(
+                parts,
+                self.settings,
+                keep=keep,
+                top=top,
+                memory_mb=self._compute.memory_mb,
+                show=self._show_function(targets),
+                samples=targets,
+            )
 
     def self_influence(self) -> pd.DataFrame:
         """Return the absolute value of each training sample's score for itself.
@@ -125,7 +255,7 @@ class FittedAttributor(ABC):
             [f(c) for c in self.checkpoints] for f in (self._features, self._normal_matrix)
         )
         n_steps = len(self.checkpoints) * len(self._train.ids)
-        with self._at_work(), progress_bar("self-influence", n_steps) as bar, bar.counting():
+        with self._reading(), progress_bar("self-influence", n_steps) as bar, bar.counting():
             columns, _ = self_influences(features, matrices, self.settings, self._compute.memory_mb)
         return pd.DataFrame(columns).set_index("id")
 
@@ -157,12 +287,18 @@ class FittedAttributor(ABC):
         pairs = pd.concat([scores.top(top), scores.bottom(top)], ignore_index=True)
         pairs = pairs.rename(columns={"target": "target_id", "train": "train_id"})
         targets = scores.samples.take([*dict.fromkeys(pairs["target_id"].tolist())])
-        with self._at_work():
+        with self._reading():
             return self._retry_with_memory(lambda: self._split_by_tokens(pairs, targets))
 
     def _at_work(self) -> AbstractContextManager[Any]:
         """Return a context in which samples and checkpoints can be read."""
         return nullcontext()
+
+    @contextmanager
+    def _reading(self) -> Generator[None, None, None]:
+        """Open the context of ``_at_work``, and close the scorers' files at its end."""
+        with self._at_work(), self._files:
+            yield
 
     @abstractmethod
     def _load(self, name: str) -> LoadedModel:
@@ -210,31 +346,13 @@ class FittedAttributor(ABC):
     def _methods(self) -> Methods:
         return recorded_methods(self._setup.folder, self.settings.features)
 
-    def _file_spec(self, name: str, loaded: LoadedModel) -> dict[str, Any]:
+    def _differing_keys(self, name: str, loaded: LoadedModel, file: Artifact) -> list[str]:
+        """Return the keys in which the spec of a file differs from that of a checkpoint."""
         own = self.settings.under(name).of_train()
         projection = projection_for(loaded, own).scaled() if self._is_projected else {"kind": EXACT}
         # With None for these keys, the spec differs from that of a file that sets one of them.
-        return dict.fromkeys(FeaturesSpec.LEFT_OUT) | loaded.file_spec(own, projection)
-
-    def _score(self, targets: Split, *, keep: str, top: int) -> Scores:
-        if keep not in {"full", "top_k"}:
-            raise InputError(
-                f"`keep` must be full or top_k. Found {keep!r}.", code="attribution.scoring"
-            )
-        n_steps = len(targets.ids) if self._is_projected else len(self._train.ids)
-        with ExitStack() as stack, self._at_work():
-            with progress_bar("score", len(self.checkpoints) * n_steps) as bar, bar.counting():
-                parts = self._retry_with_memory(lambda: self._parts(targets, stack))
-            return Scores.of_parts(
-                parts,
-                [part.rows for part in parts],
-                self.settings,
-                keep=keep,
-                top=top,
-                memory_mb=self._compute.memory_mb,
-                show=self._show_function(targets),
-                samples=targets,
-            )
+        expected = dict.fromkeys(FeaturesSpec.LEFT_OUT) | loaded.file_spec(own, projection)
+        return [key for key in expected if expected[key] != file.spec.get(key)]
 
     def _retry_with_memory(self, compute: Callable[[], Any]) -> Any:
         """Return ``compute()``. If memory is insufficient, free all scorers and try again."""
@@ -253,58 +371,45 @@ class FittedAttributor(ABC):
         memory_mb = self._compute.memory_mb // (1 + (self._holds and name in self._held))
         return replace(self._compute, memory_mb=memory_mb)
 
-    def _parts(self, targets: Split, stack: ExitStack) -> list[MemoryPart]:
-        parts = []
-        for name in self.checkpoints:
-            scorer = self._scorer(name, stack)
-            parts.append(scorer.score(targets, self._compute_beside_held(name)))
-            del scorer  # to free its memory before the next scorer is read
-        return parts
+    def _scorer(self, name: str) -> Scorer:
+        """Return a checkpoint's scorer. If it reads features from a file, ``_files`` closes it."""
+        scorer = self._held.get(name) or self._read_scorer(name)
+        if isinstance(scorer.features, Rows):
+            self._files.callback(scorer.features.artifact.held.close)
+        return scorer
 
-    def _scorer(self, name: str, stack: ExitStack) -> Scorer:
-        """Return a checkpoint's scorer.
+    def _read_scorer(self, name: str) -> Scorer:
+        """Return the scorer of a checkpoint, after loading the model and reading files.
 
         Scorers are kept in memory if the scorers of all checkpoints fit into half of ``memory_mb``.
         If the scorer of a single checkpoint does not fit, it is kept without features, which are
-        read from the file. ``stack`` closes the files of scorers that are not kept.
+        read from the file.
         """
-        if name in self._held:
-            return self._held[name]
-        loaded = self._load(name)
+        loaded = replace(self._load(name), method_of=self._method_for)
         own = self.settings.under(name)
-        with ExitStack() as files:
-            file = files.enter_context(self._open_features(name))
-            expected = self._file_spec(name, loaded)
-            differ = [key for key in expected if expected[key] != file.spec.get(key)]
+        with self._open_features(name) as file:
+            differ = self._differing_keys(name, loaded, file)
             if not differ and file.ids("sample_ids") != self._train.ids:
                 differ = ["sample_ids"]
             if differ:
                 self._refuse(file.path, differ)
-            train = self._train, stored_columns(file)
+            given = loaded, own, self._train, stored_columns(file)
             if self._is_projected:
                 with open_artifact(self._normal_matrix(name), NORMAL_MATRIX) as matrix:
                     try:
-                        damped = DampedNormalMatrix.read(matrix, file, own)
+                        damped, norm = read_normal_matrix(matrix, file, own)
                     except ArtifactError:
                         self._refuse(matrix.path, ["scoring"])
-                scorer = ProjectedScorer(
-                    loaded, own, damped, file.matrix("features"), train, self._method_for
-                )
+                scorer = Scorer(*given, norm, damped, file.matrix("features"))
             else:
-                scorer = ExactScorer(loaded, own.features, DampedGradients.read(file, own), train)
-            tensors = [*loaded.model.parameters(), *loaded.model.buffers()]
-            needed = scorer.n_bytes + sum(tensor.nbytes for tensor in tensors)
-            self._holds &= len(self.checkpoints) * needed <= self._compute.memory_mb * 2**19
-            if self._holds and isinstance(scorer, ProjectedScorer):
+                gradients = DampedGradients.read(file, own)
+                scorer = Scorer(*given, gradients.norm, gradients)
+            needed = len(self.checkpoints) * scorer.n_bytes
+            self._holds &= needed <= self._compute.memory_mb * 2**19
+            if self._holds and scorer.features is not None:
                 scorer = replace(scorer, features=scorer.features[:])
-            if self._holds or len(self.checkpoints) == 1:
-                self._held[name] = scorer
-            if not self._holds:
-                kept = files.pop_all()
-                if name in self._held:  # Later calls will read its features from the file again.
-                    weakref.finalize(self, kept.close)
-                else:
-                    stack.enter_context(kept)
+        if self._holds or len(self.checkpoints) == 1:
+            self._held[name] = scorer
         return scorer
 
     def _show_function(self, targets: Split) -> Callable[[bool, Any], str]:
@@ -324,20 +429,18 @@ class FittedAttributor(ABC):
         """Return the result of ``tokens``. The targets are in the order of their first pairs."""
         train_of, train_ids = pd.factorize(pairs["train_id"])
         target_of, _ = pd.factorize(pairs["target_id"])
-        positions = list(zip(train_of.tolist(), target_of.tolist(), strict=True))
+        positions = np.column_stack([train_of, target_of])
         row_of = {sample_id: row for row, sample_id in enumerate(self._train.ids)}
         rows = [row_of[train_id] for train_id in train_ids.tolist()]
-        cuts: list[tuple[Cut, Cut]] = []
-        loss_weights, norms = [], []
+        cuts, loss_weights, norms = [], [], []
         n_steps = len(self.checkpoints) * (len(rows) + 2 * len(targets.ids))
         with progress_bar("tokens", n_steps) as bar, bar.counting():
             for name in self.checkpoints:
-                with ExitStack() as stack:
-                    scorer = self._scorer(name, stack)
-                    assert isinstance(scorer, ProjectedScorer)
-                    compute = self._compute_beside_held(name)
-                    cuts.append(scorer.cut(rows, targets, positions, compute))
-                    loss_weights.append(scorer.train[1]["loss_weights"][rows])
-                    norms.append(scorer.damped.norm or 1.0)
+                scorer = self._scorer(name)
+                compute = self._compute_beside_held(name)
+                cuts.append(scorer.cut(rows, targets, positions, compute))
+                loss_weights.append(scorer.columns["loss_weights"][rows])
+                norms.append(scorer.norm or 1.0)
+                del scorer  # to free its memory before the next scorer is read
         weights = checkpoint_weights(np.stack(loss_weights), np.array(norms), self.settings)
         return token_tables(pairs, cuts, weights[:, train_of])

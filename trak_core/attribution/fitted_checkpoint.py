@@ -1,10 +1,10 @@
 """Compute the scores of one checkpoint from stored features or a stored Gramian."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import scipy.linalg
@@ -39,17 +39,28 @@ from trak_core.settings import Combine, NormalSpec, ScoresSpec
 ReadRows = Callable[[int, int], np.ndarray]
 
 
-class Part(Protocol):
-    """One checkpoint's data for combining scores over checkpoints, in a file or in memory.
+@dataclass(frozen=True, slots=True)
+class MemoryPart:
+    """One checkpoint's data for combining scores over checkpoints, in memory instead of a file.
 
-    ``vector`` returns entries of ``loss_weights`` (n,), or of ``ids``, ``labels``, ``outputs`` or
-    ``predictions`` of the training samples or targets, such as ``train_labels``. ``scalar`` returns
-    ``train_norm``, the norm ||B||, if scores are divided by it.
+    ``rows`` returns rows of A_c. ``vectors`` contains ``loss_weights`` (n,), and ``ids``,
+    ``labels``, ``outputs`` and ``predictions`` of the training samples and targets, such as
+    ``train_labels``. ``norm`` is the norm ||B||, or 1 if scores are not divided by it.
     """
 
-    def vector(self, key: str, start: int = 0, stop: int | None = None) -> np.ndarray: ...
+    rows: ReadRows
+    vectors: Mapping[str, np.ndarray]
+    norm: float
 
-    def scalar(self, key: str) -> float: ...
+    def vector(self, key: str, start: int = 0, stop: int | None = None) -> np.ndarray:
+        return self.vectors[key][start:stop]
+
+    def scalar(self, key: str) -> float:
+        assert key == "train_norm"
+        return self.norm
+
+
+Part = Artifact | MemoryPart
 
 
 def read_rows(
@@ -142,8 +153,8 @@ def write_normal_matrix(
         # With the QR decomposition Phi^T = U R, the rows of R^T have the inner products of the rows
         # of Phi, but n < k columns. So R W R^T has the nonzero eigenvalues of N and the same ||B||,
         # and its eigenvalues take O(n^3) operations instead of O(k^3).
-        compact = np.linalg.qr(rows(0, n_rows).T.astype(np.float64), mode="r").T
-        gramians = weighted_gramians([(compact, weights)])
+        upper: Any = np.linalg.qr(rows(0, n_rows).T.astype(np.float64), mode="r")
+        gramians = weighted_gramians([(upper.T, weights)])
         decomposed = gramians[0]
     own = {key: value for key, value in spec.as_dict().items() if key not in train.spec}
     file_spec = {**train.spec, **own, "features": train.content_hash}
@@ -172,44 +183,29 @@ def write_normal_matrix(
         writer.scalar("condition_number", largest / max(smallest, floor) if largest > 0 else 1.0)
 
 
-@dataclass(frozen=True, slots=True)
-class DampedNormalMatrix:
-    """The factorized matrix N + ridge I of one checkpoint, with ridge = damping mean w_i |phi_i|^2.
+def normal_matrix_specs(
+    file: Artifact, train: Artifact, spec: NormalSpec
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the spec that a normal matrix of the features in ``train`` has, and that of a file."""
+    expected = {f.name: getattr(spec, f.name) for f in fields(NormalSpec)}
+    expected |= {"features": train.content_hash}
+    return expected, {key: file.spec.get(key) for key in expected}
 
-    ``norm`` is ||B||, or None if scores are not divided by it.
+
+def read_normal_matrix(
+    file: Artifact, train: Artifact, spec: ScoresSpec
+) -> tuple[DampedMatrix, float | None]:
+    """Return N + ridge I of one checkpoint, factorized, and ||B||, or None if it is not needed.
+
+    The ridge is damping * mean w_i |phi_i|^2. The file must belong to the features in ``train``.
     """
-
-    damped: DampedMatrix
-    norm: float | None
-
-    @classmethod
-    def read(cls, file: Artifact, train: Artifact, spec: ScoresSpec) -> Self:
-        """Factorize a stored normal matrix, which must belong to the features in ``train``."""
-        own = spec.of_normal_matrix()
-        expected = {f.name: getattr(own, f.name) for f in fields(NormalSpec)}
-        expected |= {"features": train.content_hash}
-        stored = {key: file.spec.get(key) for key in expected}
-        check_same("features", expected, stored, file)
-        ridge = spec.damping * file.scalar("mean_squared_norm")
-        norm = None
-        if spec.norm_power is not None:
-            products = file.matrix("norm_products")[:]
-            norm = train_norm(file.vector("eigenvalues"), products, ridge)
-        ends = file.scalar("smallest_eigenvalue"), file.scalar("largest_eigenvalue")
-        return cls(DampedMatrix.factorize(file.matrix("normal_matrix")[:], ridge, ends), norm)
-
-    def solve(self, features: np.ndarray) -> np.ndarray:
-        """Return (N + ridge I)^-1 T^T, shape (k, m), float64, of features T, shape (m, k)."""
-        return self.damped.solve(features.astype(np.float64).T)
-
-    def self_similarities(self, rows: np.ndarray, *, normalize: bool) -> np.ndarray:
-        """Return A_c[i, i] of the training samples with these features, shape (rows,)."""
-        diagonal = self.damped.squares(rows)  # phi_i^T (N + ridge I)^-1 phi_i
-        if normalize:
-            # Training features are divided by their lengths, and target features are not.
-            lengths = np.linalg.norm(rows.astype(np.float64), axis=1)
-            diagonal /= np.where(lengths > 0, lengths, 1)
-        return diagonal
+    check_same("features", *normal_matrix_specs(file, train, spec), file)
+    ridge, norm = spec.damping * file.scalar("mean_squared_norm"), None
+    if spec.norm_power is not None:
+        products = file.matrix("norm_products")[:]
+        norm = train_norm(file.vector("eigenvalues"), products, ridge)
+    ends = file.scalar("smallest_eigenvalue"), file.scalar("largest_eigenvalue")
+    return DampedMatrix.factorize(file.matrix("normal_matrix")[:], ridge, ends), norm
 
 
 def stored_products(file: Artifact) -> np.ndarray:
@@ -231,12 +227,12 @@ class DampedGradients:
     for drawn labels. The Gramian is R R^T. The normal matrix R^T W R uses only the drawn labels: W
     is 1 / S for their gradients and 0 for gradients of the model output.
 
-    ``inverse_lengths`` are 1 / |g_i| of the training gradients g_i, by which rows of R J_t^T are
-    multiplied, or None for 1. ``norm`` is ||B||, or None if scores are not divided by it.
+    ``factors`` multiply the rows of R. With ``normalize``, they are 1 / |g_i| of the training
+    gradients g_i. ``norm`` is ||B||, or None if scores are not divided by it.
     """
 
     damped: DampedGramian
-    inverse_lengths: np.ndarray | None
+    factors: np.ndarray
     n_samples: int
     norm: float | None
 
@@ -244,24 +240,22 @@ class DampedGradients:
     def read(cls, train: Artifact, spec: ScoresSpec) -> Self:
         """Factorize a stored Gramian of the training samples."""
         weights, gramian = normal_weights(train, spec.curvature_power), stored_products(train)
-        n, draws, inverse = len(weights), spec.features.label_draws, None
+        n, draws = len(weights), spec.features.label_draws
         if draws:
             weights = np.repeat([0.0, 1 / draws], [n, n * draws])
-        if spec.normalize:
-            inverse = inverse_lengths(gramian)
-            gramian *= inverse
-            gramian *= inverse.T
+        factors = inverse_lengths(gramian) if spec.normalize else np.ones((len(gramian), 1))
+        gramian *= factors
+        gramian *= factors.T
         # Damping refers to a mean over n samples. ``factorize`` takes the mean over n (1 + S) rows.
         damped = DampedGramian.factorize(gramian, weights, spec.damping * (1 + draws))
         norm = None
         if spec.norm_power is not None:
             norm = damped.train_norm(powered(train.vector("loss_weights"), spec.norm_power))
-        return cls(damped, inverse, n, norm)
+        return cls(damped, factors, n, norm)
 
     def similarities(self, cross: np.ndarray) -> np.ndarray:
-        """Return A_c, shape (n, m), from the products R J_t^T of ``inner_products``."""
-        if self.inverse_lengths is not None:
-            cross = cross * self.inverse_lengths
+        """Return A_c, shape (n, m), from R J_t^T of ``inner_products``, which is overwritten."""
+        cross *= self.factors
         return self.damped.similarities(cross)[: self.n_samples]
 
 
@@ -306,16 +300,17 @@ def self_influences(
             check_made_for(file, own.of_train())
             check_same("training samples", files[0].ids("sample_ids"), file.ids("sample_ids"), file)
             with open_artifact(path, NORMAL_MATRIX) as matrix:
-                damped = DampedNormalMatrix.read(matrix, file, own)
+                damped, norm = read_normal_matrix(matrix, file, own)
             values = file.matrix("features")
             diagonal = np.empty((len(values), 1))
             block = scores_need(values.shape[1], 1).rows(memory_mb)
             for start, stop in blocks_with_progress(len(values), block, "training samples"):
-                diagonal[start:stop, 0] = damped.self_similarities(
-                    values[start:stop], normalize=spec.normalize
-                )
+                rows = values[start:stop].astype(np.float64)
+                # With `normalize`, phi_i^T (N + ridge I)^-1 phi_i is divided by |phi_i|.
+                lengths = np.linalg.norm(rows, axis=1) if spec.normalize else np.ones(len(rows))
+                diagonal[start:stop, 0] = damped.squares(rows) / np.where(lengths > 0, lengths, 1)
             weights = powered(file.vector("loss_weights"), spec.loss_weight_power)
-            addends.append((diagonal, weights, damped.norm or 1.0))
+            addends.append((diagonal, weights, norm or 1.0))
         mean = np.abs(combined(addends, Combine(spec.combine))[:, 0])
         ends = [files[spec.checkpoints.index(checkpoint)] for checkpoint in spec.ends]
         columns = {**training_table(ends), "self_influence": mean}

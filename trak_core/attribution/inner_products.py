@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trak_core.artifacts import GRAMIAN, create, software
-from trak_core.attribution.batch_by_length import StoredSamples
+from trak_core.attribution.batch_by_length import OrderedSamples
 from trak_core.attribution.device import Compute, device_name
 from trak_core.attribution.label_draws import LabelDraws
 from trak_core.attribution.loaded_model import LoadedModel
@@ -22,7 +22,6 @@ from trak_core.gradients import (
     MemoryBudget,
     Variety,
     check_finite_gramian,
-    gradient_method,
     in_chunks,
     n_params,
     refuse_not_finite,
@@ -40,10 +39,10 @@ def write_gramian(
     path: Path,
     loaded: LoadedModel,
     data: Split,
-    targets: Split | None,
     spec: FeaturesSpec,
     compute: Compute,
     *,
+    targets: Split | None = None,
     code: str,
 ) -> None:
     """Write inner products of the training samples ``data`` with each other or with targets."""
@@ -86,11 +85,11 @@ def inner_products(
     if spec.label_draws:
         draws = LabelDraws(spec.label_draws, stream_of(spec.checkpoint or ""))
     splits = [data] if targets is None else [targets, data]
-    stored = [loaded.stored(samples) for samples in loaded.ordered(*splits)]
+    ordered = loaded.ordered(*splits)
     left_mb = max(0, compute.memory_mb - need.fixed_bytes // 2**20)
-    method, room = _prepared(loaded, stored, draws, left_mb)
-    train = _Rows(loaded, method, stored[-1], draws)
-    right = train if targets is None else _Rows(loaded, method, stored[0], None)
+    given, room = _prepared(loaded, ordered, draws, left_mb)
+    train = _Rows(loaded, *given, ordered[-1], draws)
+    right = train if targets is None else _Rows(loaded, *given, ordered[0], None)
     # The memory for one sample already includes its rows in the block.
     spare = room.budget_bytes - room.needed.of_longest.of(1) + right.bytes_of_sample
     most = min(3 * room.budget_bytes // 4, spare) // right.bytes_of_sample
@@ -107,11 +106,10 @@ def inner_products(
 
 
 def _prepared(
-    loaded: LoadedModel, stored: list[StoredSamples], draws: LabelDraws | None, left_mb: int
-) -> tuple[GradientMethod, MemoryBudget]:
-    """Check all labels, and return the gradient method and the memory budget for batches."""
-    left_mb = max(0, left_mb - sum(samples.n_bytes for samples in stored) // 2**20)
-    fews = [loaded.few_checked(samples) for samples in stored]
+    loaded: LoadedModel, ordered: list[OrderedSamples], draws: LabelDraws | None, left_mb: int
+) -> tuple[tuple[GradientMethod, int | None], MemoryBudget]:
+    """Return the gradient method, the number of classes, and the memory budget for batches."""
+    fews, n_classes = zip(*(loaded.few(samples) for samples in ordered), strict=True)
     needs = [loaded.memory(few, left_mb) for few in fews]
     largest = max(range(len(needs)), key=lambda i: (needs[i].longest, needs[i].of_longest.of(1)))
     # Memory for a sample's rows in the batch and in the block, and for a copy of one row in a sum.
@@ -120,12 +118,11 @@ def _prepared(
     needed = needs[largest].mapped(
         lambda memory: replace(memory, activation_bytes=memory.activation_bytes + more)
     )
-    with stored[largest].samples.naming_longest():
+    with ordered[largest].naming_longest():
         room = needed.room(loaded.device, left_mb)
     for few in fews:
         loaded.check_apart(few, room.most(needed.longest))
-    few = fews[-1]
-    return gradient_method(loaded.model, loaded.parameters, loaded.output, few), room
+    return (loaded.method_of(loaded, fews[-1]), n_classes[-1]), room
 
 
 def _dtype(loaded: LoadedModel) -> torch.dtype:
@@ -144,7 +141,8 @@ class _Rows:
 
     loaded: LoadedModel
     method: GradientMethod
-    samples: StoredSamples
+    n_classes: int | None
+    samples: OrderedSamples
     draws: LabelDraws | None
 
     @property
@@ -176,13 +174,14 @@ class _Rows:
         chunks = in_chunks(compute, stop - start, lambda i: at_once(start + i))
         firsts = len(self.samples) * np.arange(width)[:, None]
         for i, j, (rows, columns) in chunks:
-            numbers = firsts + self.samples.samples.rows[start + i : start + j]
+            numbers = firsts + self.samples.rows[start + i : start + j]
             yield j - i, numbers.ravel(), rows, columns
 
     def _differentiate(self, rows: Tensor, start: int, stop: int) -> list[Tensor]:
         """Add the gradients of samples to their rows, and return their columns."""
         loaded, parts = self.loaded, rows.split(stop - start)
-        batch, ids = self.samples.rows(start, stop), self.samples.samples.split.ids[start:stop]
+        batch = loaded.checked(self.samples, start, stop, self.n_classes)
+        ids = self.samples.split.ids[start:stop]
         drawn = self.draws.drawn(loaded, batch, ids) if self.draws else ()
         columns: list[Tensor] = []
         labelled = chain([(loaded.output, batch)], drawn)
@@ -199,9 +198,7 @@ def _fill(
     """Write the products of ``train`` and ``right``, and return the columns of ``right``."""
     is_square = train is right
     n, m = len(train.samples), len(right.samples)
-    at_once, right_at_once = (
-        rows.samples.samples.batches_of(batch_size, room) for rows in (train, right)
-    )
+    at_once, right_at_once = (rows.samples.batches_of(batch_size, room) for rows in (train, right))
     kept: list[list[Tensor]] = []
 
     def put(rows: np.ndarray, columns: np.ndarray, products: np.ndarray) -> None:
@@ -236,7 +233,7 @@ def _fill(
     done = (-(-n * count // total) for count in accumulate(steps(), initial=0))
     for _ in with_progress(pairwise(done), n, "training samples"):
         pass
-    back = torch.from_numpy(np.argsort(right.samples.samples.rows))
+    back = torch.from_numpy(np.argsort(right.samples.rows))
     return [torch.cat(parts)[back] for parts in zip(*kept, strict=True)]
 
 

@@ -1,20 +1,17 @@
-"""Draw labels from the model's predicted distribution, and compute their normal matrix."""
+"""Draw labels from the model's predicted distribution."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from scipy.linalg.blas import dsyrk  # pyright: ignore[reportAttributeAccessIssue] -- made at run time
 from torch import Tensor
 
 from trak_core.attribution.loaded_model import LoadedModel
-from trak_core.attribution.solve import fill_upper
 from trak_core.errors import InputError
-from trak_core.gradients import Batch, GradientMethod, in_evaluation_mode
+from trak_core.gradients import Batch, in_evaluation_mode
 from trak_core.model_outputs.model_output import ModelOutput, rows_in
-from trak_core.settings import ProjectionSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,56 +81,3 @@ class LabelDraws:
         text = f"{self.seed} {self.stream} {sample_id}"
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:16])
         return np.random.default_rng(seed).random((*shape, self.n_draws), dtype=np.float32)
-
-
-@dataclass(slots=True)
-class SampledNormal:
-    """The sum N = 1/S sum_i sum_s phi_is phi_is^T over samples i and S draws s, shape (k, k).
-
-    phi_is = scale R^T B_i^T z_is is a gradient, projected by R, with B and z of ``LabelDraws``. The
-    expectation of N is scale^2 R^T G R, where G is the Gauss-Newton matrix of the training loss. G
-    is the Fisher matrix if the loss is minus the log-probability of the label.
-
-    Source: Martens, "New Insights and Perspectives on the Natural Gradient Method", JMLR 2020,
-        sections 5 and 9.
-
-    ``total`` is the sum of the terms so far, float64. ``add`` fills the lower triangle.
-    """
-
-    projection: ProjectionSpec
-    n_draws: int
-    total: np.ndarray = field(init=False)
-
-    def __post_init__(self) -> None:
-        k = self.projection.proj_dim
-        self.total = np.zeros((k, k), order="F")
-
-    @property
-    def draws(self) -> LabelDraws:
-        return LabelDraws(self.n_draws, self.projection.stream, self.projection.seed)
-
-    def add(
-        self,
-        method: GradientMethod,
-        loaded: LoadedModel,
-        batch: Batch,
-        ids: Sequence[object],
-        threads: int,
-    ) -> None:
-        """Add the terms of a batch. If an error is raised, the sum is unchanged."""
-        # Imported here, because exact scores draw labels but do not need numba.
-        from trak_core.attribution.project_gradients import queued_features
-
-        given, more = (loaded.model, loaded.parameters), (self.projection, ids, threads)
-        parts = [
-            queued_features(method, *given, *labelled, *more, loaded.scales).wait()[0]
-            for labelled in self.draws.drawn(loaded, batch, ids)
-        ]
-        rows = np.concatenate(parts).astype(np.float64)
-        # The sum is column-major, so that BLAS adds to it without a copy.
-        dsyrk(1 / self.n_draws, rows.T, beta=1.0, c=self.total, lower=1, overwrite_c=1)
-
-    def matrix(self) -> np.ndarray:
-        """Return N, float64, exactly symmetric. No batch can be added after this call."""
-        fill_upper(self.total)
-        return self.total

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trak_core.attribution.batch_by_length import OrderedSamples, StoredSamples, order_samples
+from trak_core.attribution.batch_by_length import OrderedSamples, order_samples
 from trak_core.attribution.deferred_logits import MarginsOfTokens, vocabulary_size
 from trak_core.attribution.device import set_float32_precision
 from trak_core.attribution.sample_outputs import N_OTHERS, OTHERS_SEED, model_output
@@ -18,6 +18,7 @@ from trak_core.dependency_digests import parameters_digest
 from trak_core.errors import InputError
 from trak_core.gradients import (
     Batch,
+    GradientMethod,
     MemoryByLength,
     as_batch,
     budget_bytes,
@@ -25,6 +26,7 @@ from trak_core.gradients import (
     check_labels,
     check_samples_apart,
     count_classes,
+    gradient_method,
     in_evaluation_mode,
     joined,
     memory_by_length,
@@ -47,14 +49,19 @@ from trak_core.study.load_checkpoint import (
 from trak_core.study.optimizer_state import adam_scales
 from trak_core.study.study import Study
 
-_FEW = 8  # samples that are checked before the expensive work
-_COMPARED = 8  # samples whose outputs are compared with stored ones
+# The number of samples that are checked before the expensive work, or whose model outputs are
+# compared with stored ones.
+_FEW = 8
 # Bytes for each logit if all logits are computed together. GPT-2 and Llama needed 11 to 16.
 _LOGIT_BYTES = 16
 # If the logits of a text need more than 1/4 of the memory, they are computed in pieces.
 _LOGITS_SHARE = 4
 # The memory for a piece of logits and the copies of it that exist at the same time.
 _LOGIT_PIECES_BYTES = 4 * PIECE_BYTES
+
+# A function of a loaded model and a few samples that chooses the gradient method. With the keyword
+# argument ``reads_terms=True``, the method must compute the terms that sum to a gradient.
+MethodOf = Callable[..., GradientMethod]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +75,8 @@ class LoadedModel:
         blocks: The model's repeated blocks. If a sample needs much memory, their activations are
             recomputed in the backward pass.
         scales: Factors that multiply the entries of gradients, by parameter name, or None.
+        method_of: Chooses the gradient method, given this object and a few samples. The default
+            compares the gradients of two samples.
     """
 
     model: nn.Module
@@ -77,6 +86,9 @@ class LoadedModel:
     checkpoint_digests: Mapping[str, str]
     blocks: Recomputation
     scales: dict[str, Tensor] | None = None
+    method_of: MethodOf = lambda loaded, few, **more: gradient_method(
+        loaded.model, loaded.parameters, loaded.output, few, **more
+    )
 
     @classmethod
     def of_study(
@@ -84,11 +96,7 @@ class LoadedModel:
     ) -> Self:
         """Return a study's model with the weights of a checkpoint, a file or a folder."""
         pairs = study.split(TRAIN, None) if about_output(spec.model_output).needs_pairs else None
-
-        def output_of(model: nn.Module) -> ModelOutput:
-            return model_output(spec.model_output, model, pairs, device, study)
-
-        return cls.load(study.make_model, checkpoint, spec, output_of, device)
+        return cls.load(study.make_model, checkpoint, spec, device, pairs=pairs, study=study)
 
     @classmethod
     def load(
@@ -96,10 +104,17 @@ class LoadedModel:
         make_model: Callable[[], nn.Module],
         weights: Path | Mapping[str, Tensor] | None,
         spec: FeaturesSpec,
-        output_of: Callable[[nn.Module], ModelOutput],
         device: torch.device,
+        *,
+        output: ModelOutput | None = None,
+        pairs: Split | None = None,
+        study: Study | None = None,
     ) -> Self:
-        """Return the model with weights from a path or state dict. None keeps its weights."""
+        """Return the model with weights from a path or state dict. None keeps its weights.
+
+        If ``output`` is None, ``model_output`` finds the output that ``spec`` names, with ``pairs``
+        and ``study``.
+        """
         model = model_to_load(make_model, weights) if isinstance(weights, Path) else make_model()
         # The model is moved before its weights are read, so that no second copy is in memory.
         model.to(device)
@@ -112,7 +127,8 @@ class LoadedModel:
             digests = {"sha256": state_dict_sha256(model.state_dict())}
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
         parameters = select_parameters(model, spec.parameter_patterns)
-        output = output_of(model)
+        if output is None:
+            output = model_output(spec.model_output, model, pairs, device, study)
         scales = None
         if spec.preconditioner is not None:
             if not isinstance(weights, Path):
@@ -145,9 +161,14 @@ class LoadedModel:
         return self._on_device(batch)
 
     def _on_device(self, batch: Batch) -> Batch:
-        batch = batch.mapped(lambda tensor: _moved(tensor, self.device))
+        def moved(tensor: Tensor) -> Tensor:
+            if self.device.type == "cuda" and tensor.device.type == "cpu":
+                # A copy from pinned memory does not wait for the GPU.
+                return tensor.pin_memory().to(self.device, non_blocking=True)
+            return tensor.to(self.device)
+
         needs_labels = isinstance(self.model, MarginsOfTokens)
-        return replace(batch, gives_labels=True) if needs_labels else batch
+        return replace(batch.mapped(moved), gives_labels=batch.gives_labels or needs_labels)
 
     def in_pieces(self, samples: OrderedSamples, memory_mb: int) -> Self:
         """Return a model that computes logits in pieces if all logits would need much memory.
@@ -163,17 +184,6 @@ class LoadedModel:
             return self
         model = MarginsOfTokens(self.model, self.output)
         return replace(self, model=model, output=model.output)
-
-    def stored(self, samples: OrderedSamples) -> StoredSamples:
-        """Read all samples into memory on the model's device."""
-        return StoredSamples(samples, [self.batch(samples, i, i + 1) for i in range(len(samples))])
-
-    def few_checked(self, stored: StoredSamples) -> Batch:
-        """Return the samples of ``few``, after checking the labels of all samples."""
-        few, n_classes = self.few(stored.samples)
-        for part, sample_id in zip(stored.parts, stored.samples.split.ids, strict=True):
-            check_labels(part.labels, self.output, n_classes, [sample_id])
-        return few
 
     def few(self, samples: OrderedSamples) -> tuple[Batch, int | None]:
         """Return a few samples, the longest text first, and the result of ``count_classes``."""
@@ -219,7 +229,7 @@ class LoadedModel:
         Eight samples are compared, which detects most changes of the model's code, the output
         function and the data. ``columns`` are the stored values of all samples, shape (n,) each.
         """
-        rows = np.unique(np.linspace(0, len(data.ids) - 1, _COMPARED).astype(int))
+        rows = np.unique(np.linspace(0, len(data.ids) - 1, _FEW).astype(int))
         functions = self.output.value, self.output.loss_weight
         current = []
         with torch.no_grad(), in_evaluation_mode(self.model):
@@ -252,10 +262,3 @@ class LoadedModel:
         if about_output(spec.model_output).needs_pairs:
             file_spec["other_pairs"] = {"drawn": N_OTHERS, "seed": OTHERS_SEED}
         return file_spec
-
-
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device. Copies from pinned memory do not wait for a GPU."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)

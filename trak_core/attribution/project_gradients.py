@@ -184,19 +184,19 @@ class QueuedFeatures:
     event: torch.cuda.Event | None
     explain: Callable[[], None]
 
-    def wait(self) -> tuple[np.ndarray, list[Tensor]]:
+    def wait(self) -> list[Tensor]:
         """Return features and columns, after waiting for them. All features must be finite."""
         if self.event is not None:
             self.event.synchronize()
-        rows, columns = self.copies[0].numpy(), self.copies[1:]
-        if not (np.isfinite(rows).all() and columns[1].isfinite().all()):
+        rows, _, outputs, *_ = self.copies
+        if not (np.isfinite(rows.numpy()).all() and outputs.isfinite().all()):
             self.explain()
             raise InputError(
                 "Features must be finite. Found NaN or infinity although gradients are finite, "
                 "because their sums overflow float32.",
                 code="projection.not_finite",
             )
-        return rows, columns
+        return self.copies
 
 
 def _copied(tensors: Sequence[Tensor]) -> tuple[list[Tensor], torch.cuda.Event | None]:

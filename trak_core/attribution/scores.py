@@ -16,11 +16,9 @@ from trak_core.attribution.combine_checkpoints import (
     add_improving_signs,
     fast_rows,
     influence_table,
-    mean,
     sample_table,
-    summarized,
 )
-from trak_core.attribution.fitted_checkpoint import Part, ReadRows, score_rows
+from trak_core.attribution.fitted_checkpoint import MemoryPart, score_rows
 from trak_core.attribution.score_formulas import unit_of
 from trak_core.config.memory_needs import average_need
 from trak_core.errors import InputError
@@ -63,8 +61,7 @@ class Scores:
     @classmethod
     def of_parts(
         cls,
-        parts: Sequence[Part],
-        rows: Sequence[ReadRows],
+        parts: Sequence[MemoryPart],
         spec: ScoresSpec,
         *,
         keep: str,
@@ -74,8 +71,7 @@ class Scores:
     ) -> Self:
         """Return the combined scores of checkpoints, computed in blocks of training samples.
 
-        For each checkpoint, ``parts`` contains its data, and ``rows`` a function that reads rows of
-        its A_c. ``more`` sets other attributes.
+        ``parts`` contains the data of each checkpoint. ``more`` sets other attributes.
         """
         n, m = (len(parts[0].vector(f"{side}_ids")) for side in ("train", "target"))
         need = average_need(
@@ -84,10 +80,9 @@ class Scores:
         block = min(need.rows(memory_mb), fast_rows(m))
         ends = [parts[spec.checkpoints.index(checkpoint)] for checkpoint in spec.ends]
         targets, train = (sample_table(ends, side, block) for side in ("target", "train"))
-        (train["loss_weight"],) = summarized(ends, "loss_weights", n, block, mean)
         about = about_output(spec.features.model_output)
         add_improving_signs(targets, about, is_mean=False)
-        read = score_rows(parts, rows, spec)
+        read = score_rows(parts, [part.rows for part in parts], spec)
         matrix = np.empty((n, m), np.float32) if keep == "full" else None
 
         def blocks() -> Iterable[tuple[int, np.ndarray]]:
@@ -204,36 +199,34 @@ class Scores:
     def _repr_html_(self) -> str:
         """Return the first targets with their strongest training samples, for Jupyter."""
         n, m = len(self.train), len(self.targets)
-        head = "<th>Target<th>Pushed up by<th>Pushed down by"
-        rows = [f"<tr>{head}</tr>".replace("<th>", '<th style="text-align: left">')]
-        tables = self.top(_EACH), self.bottom(_EACH)
-        known = self.targets.iloc[:_SHOWN].reset_index().to_dict("records")
-        for target in known:
-            about = self._words_for(target["label"], target["prediction"])
-            cells = [self._shown(True, target["id"], about)]
+        style = ' style="text-align: left; vertical-align: top"'
+        rows = [f"<th{style}>Target<th{style}>Pushed up by<th{style}>Pushed down by"]
+        tables = [
+            t.join(self.train["label"], on="train") for t in (self.top(_EACH), self.bottom(_EACH))
+        ]
+        known = self.targets.iloc[:_SHOWN].reset_index()
+        for target in known[["id", "label", "prediction"]].itertuples(index=False):
+            cells = [self._shown(True, *target)]
             for table in tables:
-                own = table.loc[table["target"] == target["id"], :]
-                own = own.join(self.train["label"], on="train")
-                cell = ""
-                for i, label, score in own[["train", "label", "score"]].itertuples(index=False):
-                    cell += self._shown(False, i, [*self._words_for(label), f"{score:+.3g}"])
-                cells.append(cell)
-            style = '<td style="text-align: left; vertical-align: top">'
-            rows.append(f"<tr>{''.join(style + cell for cell in cells)}</tr>")
+                own = table.loc[table["target"] == target[0], ["train", "label", "score"]]
+                shown = [
+                    self._shown(False, i, label, score=f"{score:+.3g}")
+                    for i, label, score in own.itertuples(index=False)
+                ]
+                cells.append("".join(shown))
+            rows.append("".join(f"<td{style}>{cell}" for cell in cells))
         some = f" {_SHOWN} of {m} targets are shown; all are in top(), bottom() and frame."
         return (
             f"<p>Scores of {n} training samples for {m} targets.{some if m > _SHOWN else ''} "
             f"Unit: {self.unit}</p>"
-            f"<table>{''.join(rows)}</table>"
+            f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
         )
 
-    def _words_for(self, *values: Any) -> list[str]:
-        """Return a sample's label, and its prediction if there is a second value, with names."""
-        pairs = zip(self.words, values, strict=False)
-        return [f"{word} {_short(value)}" for word, value in pairs if word]
-
-    def _shown(self, is_target: bool, sample_id: Any, about: Sequence[str]) -> str:
-        """Return a sample with its id and caption, as HTML."""
+    def _shown(self, is_target: bool, sample_id: Any, *values: Any, score: str = "") -> str:
+        """Return a sample with its id, label and, for two values, prediction, as HTML."""
+        texts = [f"{value:.3g}" if isinstance(value, float) else value for value in values]
+        about = [f"{word} {text}" for word, text in zip(self.words, texts, strict=False) if word]
+        about += [score] * bool(score)
         table = self.targets if is_target else self.train
         sample = ""
         if self.show is not None:
@@ -248,7 +241,3 @@ class Scores:
 def _read_scores(path: Path) -> np.ndarray:
     with open_artifact(path, SCORES) as file:
         return file.matrix("scores")[:]
-
-
-def _short(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -1,22 +1,34 @@
 """Split the scores of pairs of texts by the tokens of either text, and by parameters."""
 
-from collections.abc import Sequence
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 import numpy as np
 import pandas as pd
 import torch
+from torch import Tensor, nn
 
 from trak_core.attribution.device import Compute
-from trak_core.attribution.fitted_checkpoint import DampedNormalMatrix
 from trak_core.attribution.loaded_model import LoadedModel
-from trak_core.attribution.score_formulas import unit_rows
-from trak_core.attribution.token_shares import Directions, Pairs, Shares
-from trak_core.attribution.write_features import MethodOf, projection_for
+from trak_core.attribution.project_gradients import factors_of
+from trak_core.attribution.solve import DampedMatrix
+from trak_core.attribution.write_features import projection_for
 from trak_core.gradients import Batch, in_chunks
-from trak_core.gradients.gradient_terms import PIECE
+from trak_core.gradients.gradient_terms import (
+    PIECE,
+    Contribution,
+    Dense,
+    Lookup,
+    Outer,
+    summed_parts,
+)
+from trak_core.gradients.margins_in_pieces import BiasFactors, MarginFactors
+from trak_core.projection import Contractions, back_project
 from trak_core.runtime.progress import with_progress
-from trak_core.settings import ProjectionSpec, ScoresSpec
+from trak_core.settings import ProjectionSpec, ScoresSpec, matrix_shape
 from trak_core.study.dataset_split import Split
 
 SIDES = ("train", "target")
@@ -24,28 +36,26 @@ SIDES = ("train", "target")
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Scores of pairs for one checkpoint, split by tokens of one of the texts and by parameters.
+    """One checkpoint's scores of pairs, split by tokens and by layers.
 
-    ``tokens`` contains, for each pair, the scores of the tokens, then the score of terms that
-    belong to no token. ``layers`` are the scores of the parameters ``names``, shape (pairs,
-    parameters).
+    ``tokens`` contains, for each pair, the scores of the training sample's tokens, then the score
+    of terms that belong to no token. For each pair, the scores of the target's tokens follow.
+    ``layers`` contains the scores of each layer, shape (pairs,).
     """
 
     tokens: list[np.ndarray]
-    layers: np.ndarray
-    names: list[str]
+    layers: dict[str, np.ndarray]
 
 
 def cut_pairs(
     loaded: LoadedModel,
     spec: ScoresSpec,
-    damped: DampedNormalMatrix,
+    damped: DampedMatrix,
     splits: tuple[Split, Split],
     features: tuple[np.ndarray, np.ndarray],
-    pairs: Sequence[tuple[int, int]],
+    pairs: np.ndarray,
     compute: Compute,
-    method_of: MethodOf,
-) -> tuple[Cut, Cut]:
+) -> Cut:
     """Return scores of pairs, split by the tokens of training samples, and by those of targets.
 
     The score of a pair is <x, R v>, where R is the projection matrix. To split it by the tokens of
@@ -53,27 +63,24 @@ def cut_pairs(
     features of the other sample. Each sample is differentiated once.
 
     ``splits`` are n training samples and m targets, and ``features`` are their features, shapes
-    (n, k) and (m, k), float64. A pair consists of the rows of a training sample and of a target.
-    ``method_of`` chooses a gradient method that computes terms.
+    (n, k) and (m, k), float64. ``pairs`` are rows of training samples and of targets, shape
+    (pairs, 2).
     """
-    phi, target_phi = features
-    lengths = np.ones(len(phi))
-    if spec.normalize:
-        lengths = np.linalg.norm(phi, axis=1)
-        lengths[lengths == 0] = 1
-        phi = unit_rows(phi)
-    m = len(target_phi)
-    solved = damped.solve(np.concatenate([target_phi, phi])).T
-    projection = projection_for(loaded, spec.of_train())
-    given = loaded, projection, compute, method_of
-    train = _cut(*given, splits[0], solved[:m], pairs)
-    targets = _cut(*given, splits[1], solved[m:], [(target, row) for row, target in pairs])
+    (phi, target_phi), m = features, len(features[1])
     # With `normalize`, the features of a training sample are divided by their length.
-    pair_lengths = lengths[[row for row, _ in pairs]]
-    train.layers[:] /= pair_lengths[:, None]
-    for tokens, length in zip(train.tokens, pair_lengths, strict=True):
-        tokens /= length
-    return train, targets
+    lengths = np.linalg.norm(phi, axis=1) if spec.normalize else np.ones(len(phi))
+    lengths[lengths == 0] = 1
+    solved = damped.solve(np.concatenate([target_phi, phi / lengths[:, None]]).T).T
+    given = loaded, projection_for(loaded, spec.of_train()), compute
+    tokens, by_parameter = _cut(*given, splits[0], solved[:m], pairs)
+    of_targets, _ = _cut(*given, splits[1], solved[m:], pairs[:, ::-1])
+    pair_lengths = lengths[pairs[:, 0]]
+    tokens = [values / length for values, length in zip(tokens, pair_lengths, strict=True)]
+    layers: dict[str, np.ndarray] = {}
+    for name, scores in zip(loaded.parameters, by_parameter.T, strict=True):
+        layer = name.rpartition(".")[0] or name
+        layers[layer] = layers.get(layer, 0) + scores / pair_lengths
+    return Cut(tokens + of_targets, layers)
 
 
 def count_tokens(batch: Batch, loaded: LoadedModel) -> int:
@@ -89,12 +96,11 @@ def _cut(
     loaded: LoadedModel,
     projection: ProjectionSpec,
     compute: Compute,
-    method_of: MethodOf,
     split: Split,
     solved: np.ndarray,
-    side_pairs: Sequence[tuple[int, int]],
-) -> Cut:
-    """Return the scores of pairs, split by the tokens of the samples in ``split``.
+    side_pairs: np.ndarray,
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Return scores of pairs by the tokens of samples in ``split``, and by parameter.
 
     ``solved`` are the solved features of the samples paired with them, shape (rows, k). A pair
     consists of the row of a sample in ``split`` and a row of ``solved``.
@@ -115,47 +121,37 @@ def _cut(
     )
     with samples.naming_longest():
         room = needed.room(loaded.device, memory_mb)
-    model = loaded.model, loaded.parameters, loaded.output
-    method = method_of(loaded, few)
-    pairs_of: dict[int, list[int]] = {}
-    for number, (sample, _) in enumerate(side_pairs):
-        pairs_of.setdefault(sample, []).append(number)
+    method = loaded.method_of(loaded, few, reads_terms=Shares.reads_terms)
+    sample_of, vector_of = side_pairs.T
+    tokens: list[np.ndarray] = [np.zeros(1)] * len(side_pairs)
+    by_parameter = np.zeros((len(side_pairs), len(loaded.parameters)))
 
-    def computed(first: int, last: int) -> tuple[list[int], list[np.ndarray], np.ndarray]:
+    def compute_batch(first: int, last: int) -> None:
         batch = loaded.batch(samples, first, last)
-        in_batch = [pairs_of.get(int(row), []) for row in samples.rows[first:last]]
-        numbers = [number for own in in_batch for number in own]
-        positions = [b for b, own in enumerate(in_batch) for _ in own]
-        vector_rows = [side_pairs[number][1] for number in numbers]
-        pairs = Pairs(
-            torch.tensor(positions, dtype=torch.long, device=loaded.device),
-            torch.tensor(vector_rows, dtype=torch.long, device=loaded.device),
-        )
+        # The position of each pair's sample in the batch, or -1.
+        positions = np.full(len(samples), -1)
+        positions[samples.rows[first:last]] = np.arange(last - first)
+        positions = positions[sample_of]
+        numbers = np.argsort(positions, kind="stable")[(positions < 0).sum() :]
+        columns = positions[numbers], vector_of[numbers]
+        pairs = Pairs(*(torch.from_numpy(column).to(loaded.device) for column in columns))
         n_tokens = count_tokens(batch, loaded)
         shares = Shares(loaded.parameters, directions, pairs, n_tokens)
-        method(*model, batch, shares)
+        method(loaded.model, loaded.parameters, loaded.output, batch, shares)
         lengths = [n_tokens] * len(batch) if batch.lengths is None else batch.lengths.tolist()
-        by_token = shares.by_token.cpu().numpy()
-        # Padding has a score of 0 and is removed.
-        tokens = [
-            np.append(row[: lengths[b]], row[-1])
-            for row, b in zip(by_token, positions, strict=True)
-        ]
-        return numbers, tokens, shares.by_parameter.cpu().numpy()
+        by_parameter[numbers] = shares.by_parameter.cpu().numpy()
+        for number, row in zip(numbers, shares.by_token.cpu().numpy(), strict=True):
+            # Padding has a score of 0 and is removed.
+            tokens[number] = np.append(row[: lengths[positions[number]]], row[-1])
 
-    tokens: list[np.ndarray] = [np.zeros(1)] * len(side_pairs)
-    layers = np.zeros((len(side_pairs), len(loaded.parameters)))
-    n_samples = len(split.ids)
-    chunks = in_chunks(computed, n_samples, samples.batches_of(compute.batch_size, room))
-    for _, _, (numbers, some, by_parameter) in with_progress(chunks, n_samples, "samples"):
-        layers[numbers] = by_parameter
-        for number, row in zip(numbers, some, strict=True):
-            tokens[number] = row
-    return Cut(tokens, layers, list(loaded.parameters))
+    n, at_once = len(samples), samples.batches_of(compute.batch_size, room)
+    for _ in with_progress(in_chunks(compute_batch, n, at_once), n, "samples"):
+        pass
+    return tokens, by_parameter
 
 
 def token_tables(
-    top: pd.DataFrame, cuts: Sequence[Sequence[Cut]], weights: np.ndarray
+    top: pd.DataFrame, cuts: Sequence[Cut], weights: np.ndarray
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Return the tables of tokens and of layers, as weighted sums over checkpoints.
 
@@ -163,29 +159,273 @@ def token_tables(
     results of ``cut_pairs`` and ``checkpoint_weights``.
     """
     totals = [
-        np.sum([w * cut[side].tokens[pair] for w, cut in zip(own, cuts, strict=True)], axis=0)
-        for side in range(len(SIDES))
-        for pair, own in enumerate(weights.T)
+        np.sum([w * cut.tokens[i] for w, cut in zip(own, cuts, strict=True)], axis=0)
+        for i, own in enumerate(np.tile(weights, len(SIDES)).T)
     ]
     lengths = [len(total) for total in totals]
-    rows = np.repeat(np.tile(np.arange(len(top)), len(SIDES)), lengths)
-    tokens = pd.DataFrame({
-        "target_id": top["target_id"].to_numpy()[rows],
-        "train_id": top["train_id"].to_numpy()[rows],
-        "side": np.repeat(np.repeat(SIDES, len(top)), lengths),
-        "token": [token for n in lengths for token in (*range(n - 1), -1)],
-        "score": np.concatenate(totals),
-    })
-    layer_of = [name.rpartition(".")[0] or name for name in cuts[0][0].names]
-    layer_names = list(dict.fromkeys(layer_of))
-    by_layer = np.zeros((len(top), len(layer_names)))
-    for checkpoint_weights, cut in zip(weights, cuts, strict=True):
-        for layer, column in zip(layer_of, cut[0].layers.T, strict=True):
-            by_layer[:, layer_names.index(layer)] += checkpoint_weights * column
-    layers = pd.DataFrame({
-        "target_id": top["target_id"].to_numpy().repeat(len(layer_names)),
-        "train_id": top["train_id"].to_numpy().repeat(len(layer_names)),
-        "layer": np.tile(np.array(layer_names, dtype=object), len(top)),
-        "score": by_layer.flatten(),
-    })
+    ids = top[["target_id", "train_id"]]
+    tokens = pd.concat([ids.assign(side=side) for side in SIDES], ignore_index=True)
+    tokens = tokens.loc[tokens.index.repeat(lengths)].reset_index(drop=True)
+    tokens["token"] = [token for n in lengths for token in (*range(n - 1), -1)]
+    tokens["score"] = np.concatenate(totals)
+    names = list(cuts[0].layers)
+    by_layer = np.zeros((len(names), len(top)))
+    for own, cut in zip(weights, cuts, strict=True):
+        by_layer += own * np.stack([*cut.layers.values()])
+    layers = ids.loc[ids.index.repeat(len(names))].reset_index(drop=True)
+    layers["layer"] = np.tile(np.array(names, dtype=object), len(top))
+    layers["score"] = by_layer.T.flatten()
     return tokens, layers
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Pairs of a sample and a vector: ascending positions in a batch, and rows of the vectors."""
+
+    samples: Tensor
+    vectors: Tensor
+
+    def groups(self, pairs: Tensor | None = None) -> list[tuple[int, slice]]:
+        """Return each sample with the slice of its pairs, among all pairs or among ``pairs``."""
+        samples = self.samples if pairs is None else self.samples[pairs]
+        distinct, sizes = samples.unique_consecutive(return_counts=True)
+        ends = sizes.cumsum(0)
+        columns = torch.stack([distinct, ends - sizes, ends], dim=1).tolist()
+        return [(sample, slice(start, end)) for sample, start, end in columns]
+
+
+# A function of a sample and directions (n, entries). It returns the inner products of directions
+# with the terms of the sample's gradient, shape (n, positions).
+_Inner = Callable[[int, Tensor], Tensor]
+
+
+class Directions:
+    """Vectors v in the projected space, and the entries of R v that belong to each parameter.
+
+    These entries are called directions. Those of small parameters, with at most ``PIECE`` entries
+    in total, are computed once. The vectors have shape (m, k), float32. ``scales`` multiply the
+    entries of gradients, by parameter name.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        projection: ProjectionSpec,
+        vectors: Tensor,
+        scales: Mapping[str, Tensor] | None = None,
+    ):
+        self._vectors, self._projection = vectors, projection
+        self._scales = {id(parameters[name]): scale for name, scale in (scales or {}).items()}
+        of_matrices = projection.kind.about.of_matrices
+        self._contractions = Contractions.of(projection, vectors) if of_matrices else None
+        self._offsets: dict[int, int] = {}
+        offset = 0
+        for parameter in parameters.values():
+            self._offsets[id(parameter)] = offset
+            offset += parameter.numel()
+        by_size = sorted(parameters.values(), key=Tensor.numel)
+        sums = itertools.accumulate(len(vectors) * parameter.numel() for parameter in by_size)
+        self._small = {id(p) for p, total in zip(by_size, sums, strict=True) if total <= PIECE}
+        self._held: dict[int, Tensor] = {}
+
+    def contractions_of(self, parameter: Tensor) -> Contractions | None:
+        """Return what computes inner products from a gradient's factors, or None if nothing can."""
+        return None if id(parameter) in self._scales else self._contractions
+
+    def rows_of(self, parameter: Tensor, rows: Tensor | slice) -> Tensor:
+        """Return the directions of some vectors, shape (vectors, entries)."""
+        if id(parameter) not in self._small:
+            return self._computed(parameter, rows)
+        if id(parameter) not in self._held:
+            self._held[id(parameter)] = self._computed(parameter, slice(None))
+        return self._held[id(parameter)][rows]
+
+    def _computed(self, parameter: Tensor, rows: Tensor | slice) -> Tensor:
+        offset, n_entries = self._offsets[id(parameter)], parameter.numel()
+        directions = back_project(self._vectors[rows], self._projection, offset, n_entries)
+        scale = self._scales.get(id(parameter))
+        return directions if scale is None else directions * scale.flatten()
+
+
+class Shares:
+    """A consumer of gradients that sums <x, R v> for pairs of a gradient x and a vector v.
+
+    The gradient of a weight is sum_t a_t b_t^T over tokens t, and is never formed. With the
+    direction D of v, the share of token t is a_t^T D b_t. For a tensor sketch, D is not needed if
+    it is cheaper to sketch each token's factors once for all vectors. ``n_tokens`` is the number of
+    tokens of a sample, or 0 for samples that are not texts.
+
+    Attributes:
+        by_token: Shape (pairs, tokens + 1), float64. The last column has the terms that belong to
+            no single token, such as those of position embeddings.
+        by_parameter: Shape (pairs, parameters), float64, with the same sums of rows.
+    """
+
+    in_order: ClassVar[bool] = True
+    reads_terms: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        directions: Directions,
+        pairs: Pairs,
+        n_tokens: int,
+    ):
+        self._directions, self._n_tokens = directions, n_tokens
+        shapes = (len(pairs.samples), n_tokens + 1), (len(pairs.samples), len(parameters))
+        device = pairs.samples.device
+        self._begin(pairs, *(torch.zeros(s, dtype=torch.float64, device=device) for s in shapes))
+        # The index of each parameter among all parameters and among those that are not empty.
+        self._numbers: dict[int, tuple[int, int]] = {}
+        matrix = 0
+        for number, parameter in enumerate(parameters.values()):
+            self._numbers[id(parameter)] = number, matrix
+            matrix += parameter.numel() > 0
+
+    def _begin(self, pairs: Pairs, by_token: Tensor, by_parameter: Tensor) -> None:
+        """Set the pairs, and the tensors to which their shares are added."""
+        self._pairs, self._groups = pairs, pairs.groups()
+        self._distinct = pairs.vectors.unique(return_inverse=True)
+        self.by_token, self.by_parameter = by_token, by_parameter
+
+    def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
+        if not parameter.numel() or not self._groups:
+            return
+        number, matrix = self._numbers[id(parameter)]
+        shape = matrix_shape(parameter.shape)
+        contractions = self._directions.contractions_of(parameter)
+        if contractions is not None:
+            uses = [u for u in uses if not self._contract(contractions, u, shape, number, matrix)]
+        if not uses:
+            return
+        used, indices = self._distinct
+        step = max(1, PIECE // parameter.numel())
+        for start in range(0, len(used), step):
+            chunk = self._directions.rows_of(parameter, used[start : start + step])
+            pairs, groups, in_chunk = slice(None), self._groups, indices
+            if step < len(used):  # Otherwise a GPU need not be awaited.
+                (pairs,) = torch.where((indices >= start) & (indices < start + step))
+                groups, in_chunk = self._pairs.groups(pairs), indices[pairs] - start
+            for first, inner in self._parts(uses, shape):
+                shares = [inner(b, chunk[in_chunk[rows]]) for b, rows in groups]
+                self._add_shares(first, torch.cat(shares), number, pairs)
+
+    def _contract(
+        self,
+        contractions: Contractions,
+        use: Contribution,
+        shape: tuple[int, int],
+        number: int,
+        matrix: int,
+    ) -> bool:
+        """Add the shares of one use, by sketching its factors. Return False if not cheaper."""
+        pairs = self._groups, self._pairs.vectors
+        if isinstance(use, Lookup) and use.matrix == shape:
+            shares = contractions.inner_with_lookups(matrix, use.indices, use.gradients[0], *pairs)
+            self._add_shares(self._first(use, use.indices.shape[1]), shares, number)
+            return True
+        n_tokens, factors = factors_of(use, shape)
+        sizes = use.n_rows, len(self._pairs.samples), n_tokens
+        if not n_tokens or not contractions.prefers_factors(*sizes, matrix):
+            return False
+        first = self._first(use, n_tokens)
+        for left, right in factors:
+            shares = contractions.inner_with_products(matrix, left, right, *pairs)
+            self._add_shares(first, shares, number)
+            first = None if first is None else first + shares.shape[1]
+        return True
+
+    def _add_shares(
+        self, first: int | None, shares: Tensor, number: int, rows: Tensor | slice = slice(None)
+    ) -> None:
+        """Add shares of the tokens from ``first`` on. None adds them to the last column."""
+        shares = shares.double()
+        sums = shares.sum(1)
+        if first is None:
+            self.by_token[rows, -1] += sums
+        else:
+            self.by_token[rows, first : first + shares.shape[1]] += shares
+        self.by_parameter[rows, number] += sums
+
+    def _parts(
+        self, uses: Sequence[Contribution], shape: tuple[int, int]
+    ) -> Iterator[tuple[int | None, _Inner]]:
+        """Yield gradients whose sum over ``uses`` is a parameter's gradient.
+
+        Each is a sum of terms at positions. The first value is the token at the first position, or
+        None if positions are not tokens. The second computes inner products with the terms.
+        """
+        for use in uses:
+            if isinstance(use, MarginFactors | BiasFactors) and use.matrix == shape:
+                of_weight = use.of_weight if isinstance(use, BiasFactors) else use
+                first = self._first(of_weight, of_weight.n_tokens)
+                for outer in use.outers():
+                    yield first, _of_outer(outer, shape)
+                    first = None if first is None else first + outer.inputs.shape[1]
+            elif isinstance(use, Outer) and use.matrix == shape:
+                yield self._first(use, use.inputs.shape[1]), _of_outer(use, shape)
+            elif isinstance(use, Lookup) and use.matrix == shape:
+                yield self._first(use, use.indices.shape[1]), _of_lookup(use, shape)
+            elif isinstance(use, Dense) and use.terms is not None:
+                terms = use.terms()[0]
+                # A scalar parameter's terms lack the last dimension, which this adds.
+                terms = terms.reshape(*terms.shape[:2], shape[0] * shape[1]).float()
+                yield self._first(use, terms.shape[1]), _of_terms(terms)
+            else:
+                for entry, rows in summed_parts([use]):
+                    yield None, _of_terms(rows.float().unsqueeze(1), entry)
+
+    def _first(self, use: Contribution, n_positions: int) -> int | None:
+        """Return 0, the token at the first position, or None if positions are not tokens."""
+        if isinstance(use, MarginFactors):  # no margin predicts token 0 of a causal model
+            return 0 if n_positions <= self._n_tokens else None
+        return 0 if 0 < n_positions == self._n_tokens and not use.has_ranks else None
+
+    def of(self, samples: slice) -> Self:
+        ends = self._pairs.samples.new_tensor([samples.start, samples.stop])
+        rows = slice(*torch.searchsorted(self._pairs.samples, ends).tolist())
+        pairs = Pairs(self._pairs.samples[rows] - samples.start, self._pairs.vectors[rows])
+        other = copy.copy(self)
+        other._begin(pairs, self.by_token[rows], self.by_parameter[rows])
+        return other
+
+    def empty(self) -> Self:
+        other, totals = copy.copy(self), (self.by_token, self.by_parameter)
+        other._begin(self._pairs, *map(torch.zeros_like, totals))
+        return other
+
+    def add(self, other: Self) -> None:
+        self.by_token += other.by_token
+        self.by_parameter += other.by_parameter
+
+    def finish(self) -> None:
+        """Do nothing, because ``take`` has already added all terms."""
+
+
+def _of_terms(terms: Tensor, entry: int = 0) -> _Inner:
+    """Return the function for terms (batch, positions, entries) of entries from ``entry`` on."""
+    part = slice(entry, entry + terms.shape[2])
+    return lambda sample, directions: directions[:, part] @ terms[sample].T
+
+
+def _of_outer(use: Outer, shape: tuple[int, int]) -> _Inner:
+    gradients = use.gradients[0]
+
+    def inner(sample: int, directions: Tensor) -> Tensor:
+        # <a_t b_t^T, D> = a_t^T D b_t for each position t
+        matrices = directions.view(-1, *shape)
+        matrices = matrices.mT if use.is_transposed else matrices
+        return ((use.inputs[sample].float() @ matrices) * gradients[sample].float()).sum(-1)
+
+    return inner
+
+
+def _of_lookup(use: Lookup, shape: tuple[int, int]) -> _Inner:
+    gradients = use.gradients[0]
+
+    def inner(sample: int, directions: Tensor) -> Tensor:
+        # <e_i b_t^T, D> is the inner product of row i of D and b_t.
+        rows = directions.view(-1, *shape)[:, use.indices[sample]]
+        return (rows * gradients[sample].float()).sum(-1)
+
+    return inner

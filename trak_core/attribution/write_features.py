@@ -1,18 +1,19 @@
 """Compute the features of samples for one checkpoint, in memory or in a file."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from scipy.linalg.blas import dsyrk  # pyright: ignore[reportAttributeAccessIssue] -- made at run time
 from torch import Tensor
 
 from trak_core.artifacts import FEATURE_SHARD, FEATURES, create, software
 from trak_core.attribution.batch_by_length import subset
 from trak_core.attribution.device import Compute, device_name
-from trak_core.attribution.label_draws import SampledNormal
+from trak_core.attribution.label_draws import LabelDraws
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.project_gradients import (
     QueuedFeatures,
@@ -21,8 +22,10 @@ from trak_core.attribution.project_gradients import (
     stored_rows,
 )
 from trak_core.attribution.sample_outputs import write_columns
+from trak_core.attribution.solve import fill_upper
 from trak_core.dependency_digests import content_digest
-from trak_core.gradients import GradientMethod, Variety, in_chunks
+from trak_core.gradients import Batch, Variety, in_chunks
+from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.runtime.progress import log, with_progress
 from trak_core.settings import TRAIN, FeaturesSpec, ProjectionSpec, projection_of
 from trak_core.study.dataset_split import Split
@@ -30,13 +33,48 @@ from trak_core.study.dataset_split import Split
 # Texts are sorted within windows, whose features take _WINDOW_BYTES, or of 256 texts if larger.
 _WINDOW_BYTES, _LEAST_WINDOW = 2**24, 256
 
-# A function that chooses the gradient method for a model from a few samples.
-MethodOf = Callable[..., GradientMethod]
-
 
 def projection_for(loaded: LoadedModel, spec: FeaturesSpec) -> ProjectionSpec:
     """Return the projection of a checkpoint's gradients."""
     return projection_of(spec, [p.shape for p in loaded.parameters.values()])
+
+
+@dataclass(slots=True)
+class SampledNormal:
+    """The sum N = 1/S sum_i sum_s phi_is phi_is^T over samples i and S draws s, shape (k, k).
+
+    phi_is = scale R^T B_i^T z_is is a gradient, projected by R, with B and z of ``LabelDraws``. The
+    expectation of N is scale^2 R^T G R, where G is the Gauss-Newton matrix of the training loss. G
+    is the Fisher matrix if the loss is minus the log-probability of the label.
+
+    Source: Martens, "New Insights and Perspectives on the Natural Gradient Method", JMLR 2020,
+        sections 5 and 9.
+
+    ``total`` is the sum of the terms so far, float64. ``add`` fills the lower triangle.
+    """
+
+    projection: ProjectionSpec
+    n_draws: int
+    total: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        k = self.projection.proj_dim
+        self.total = np.zeros((k, k), order="F")
+
+    @property
+    def draws(self) -> LabelDraws:
+        return LabelDraws(self.n_draws, self.projection.stream, self.projection.seed)
+
+    def add(self, phi: Sequence[Tensor]) -> None:
+        """Add the terms of some samples, whose projected gradients for each draw are ``phi``."""
+        rows = torch.cat(list(phi)).double().numpy()
+        # The sum is column-major, so that BLAS adds to it without a copy.
+        dsyrk(1 / self.n_draws, rows.T, beta=1.0, c=self.total, lower=1, overwrite_c=1)
+
+    def matrix(self) -> np.ndarray:
+        """Return N, float64, exactly symmetric. No batch can be added after this call."""
+        fill_upper(self.total)
+        return self.total
 
 
 def feature_blocks(
@@ -45,15 +83,14 @@ def feature_blocks(
     spec: FeaturesSpec,
     compute: Compute,
     *,
-    method_of: MethodOf,
     must_differ: bool,
     sampled: SampledNormal | None = None,
 ) -> Iterator[tuple[int, int, np.ndarray, list[Tensor]]]:
     """Yield features phi = scale R^T g in the order of the samples, one block at a time.
 
     g is the gradient of the model output, shape (p,), and R the projection of ``projection_for``.
-    ``method_of`` chooses the gradient method, given a few samples. With ``must_differ``, an error
-    is raised if all features are equal. Terms for drawn labels are added to ``sampled``, if given.
+    With ``must_differ``, an error is raised if all features are equal. Terms for drawn labels are
+    added to ``sampled``, if given.
 
     Yields:
         Start and stop of the block; features, shape (rows, k), rounded to their stored dtype; label
@@ -76,16 +113,20 @@ def feature_blocks(
         room = needed.room(loaded.device, memory_mb)
     chunk = min(compute.batch_size, room.most(needed.longest))
     loaded.check_apart(few, chunk)
-    method = method_of(loaded, few)
+    method = loaded.method_of(loaded, few)
     chunk_mb = needed.of_longest.of(chunk) / 2**20
     log(f"{chunk} samples at once, about {chunk_mb:.3g} MiB together")
 
+    def project(output: ModelOutput, batch: Batch, ids: Sequence[object]) -> QueuedFeatures:
+        given = loaded.model, loaded.parameters, output, batch
+        return queued_features(method, *given, projection, ids, compute.threads, loaded.scales)
+
     def queued(first: int, last: int) -> QueuedFeatures:
         batch, ids = loaded.checked(samples, first, last, n_classes), samples.split.ids[first:last]
-        given = loaded.model, loaded.parameters, loaded.output, batch
-        features = queued_features(method, *given, projection, ids, compute.threads, loaded.scales)
+        features = project(loaded.output, batch, ids)
         if sampled is not None:
-            sampled.add(method, loaded, batch, ids, compute.threads)
+            drawn = sampled.draws.drawn(loaded, batch, ids)
+            sampled.add([project(*labelled, ids).wait()[0] for labelled in drawn])
         return features
 
     variety, n = Variety(), len(data.ids)
@@ -101,18 +142,13 @@ def _awaited(
 ) -> Iterator[tuple[int, int, list[Tensor]]]:
     """Yield features as tensors. On a GPU, each batch is awaited after the next one is queued."""
     queue: deque[tuple[int, int, QueuedFeatures]] = deque()
-
-    def first() -> tuple[int, int, list[Tensor]]:
-        start, stop, features = queue.popleft()
-        rows, columns = features.wait()
-        return start, stop, [torch.from_numpy(rows), *columns]
-
     for chunk in chunks:
         queue.append(chunk)
         if len(queue) > 1 or chunk[2].event is None:
-            yield first()
-    if queue:
-        yield first()
+            start, stop, features = queue.popleft()
+            yield start, stop, features.wait()
+    for start, stop, features in queue:
+        yield start, stop, features.wait()
 
 
 def write_features(
@@ -122,7 +158,6 @@ def write_features(
     spec: FeaturesSpec,
     compute: Compute,
     *,
-    method_of: MethodOf,
     code: str,
     shard: int = 1,
     n_shards: int = 1,
@@ -152,7 +187,6 @@ def write_features(
         own,
         spec,
         replace(compute, memory_mb=max(0, left_mb)),
-        method_of=method_of,
         sampled=sampled,
         # A shard may consist of a few training samples with equal features.
         must_differ=spec.split == TRAIN and n_shards == 1,

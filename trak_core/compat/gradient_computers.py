@@ -4,7 +4,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -151,11 +150,11 @@ class FunctionalGradientComputer(AbstractGradientComputer):
 
     def features(
         self, batch: Sequence[Tensor], projection: ProjectionSpec, ids: Sequence[object]
-    ) -> tuple[np.ndarray, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Return projected gradients (B, k), and Q (B, 1), or None if Q requires another pass."""
         method, arguments = self._method_and_arguments(batch)
         threads = torch.get_num_threads()
-        rows, columns = queued_features(
+        rows, *columns = queued_features(
             method, *arguments, projection, ids, threads, None, is_scaled=False
         ).wait()
         # CLASSIFICATION computes Q for the temperature 1.

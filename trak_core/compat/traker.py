@@ -250,8 +250,7 @@ class TRAKer:
         def compute(start: int, stop: int) -> tuple[Tensor, Tensor | None]:
             part = [t[start:stop] for t in batch]
             if projection is not None:
-                features, weights = computer.features(part, projection, ids[start:stop])
-                return torch.from_numpy(features), weights
+                return computer.features(part, projection, ids[start:stop])
             gradients = computer.compute_per_sample_grad(batch=part)
             return self.projector.project(gradients, model_id=model_id), None
 

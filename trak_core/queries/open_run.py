@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
@@ -220,7 +220,7 @@ class OpenRun(FittedAttributor):
         # Ids can have different types, so positions replace them. The id of a single sample is kept
         # for error messages.
         ids: Any = [group[0].id] if len(group) == 1 else [*range(len(group))]
-        scores = self._score(Split([asked.sample for asked in group], ids), keep="full", top=k)
+        scores = self.score(Split([asked.sample for asked in group], ids), top=k)
         token_scores = self._tokens(group, scores, k) if tokens else None
         targets, answers = scores.targets.to_dict("records"), []
         with self._at_work():
@@ -272,9 +272,9 @@ class OpenRun(FittedAttributor):
 
     def load(self) -> None:
         """Load all checkpoints if they fit in memory."""
-        with self._at_work(), ExitStack() as stack:
+        with self._reading():
             for name in self.checkpoints:
-                self._scorer(name, stack)
+                self._scorer(name)
                 if not self._held:
                     return
 

@@ -26,9 +26,7 @@ from trak_core.attribution.combine_checkpoints import (
     add_improving_signs,
     fast_rows,
     influence_table,
-    mean,
     sample_table,
-    summarized,
 )
 from trak_core.attribution.fitted_checkpoint import score_rows
 from trak_core.attribution.score_formulas import unit_of
@@ -171,7 +169,6 @@ def average_scores(
                 KeptScores.of(blocks(values), improves, labels, top).write(writer, target_ids)
             return
         train = sample_table(ends, "train", block)
-        (train["loss_weight"],) = summarized(ends, "loss_weights", n_train, block, mean)
         if pieces:
             _check_shards(pieces, file_spec, made_of, n_train, top)
             # If there are few training samples, some shards have no rows.

@@ -1,6 +1,7 @@
 """Compute and project the per-sample gradients of one split with one checkpoint."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -40,7 +41,10 @@ def compute_features(
     """
     torch.set_num_threads(threads)
     study = Study.load(study_file)
-    loaded = LoadedModel.of_study(study, checkpoint, spec, find_device(device, projects=True))
+    where = find_device(device, projects=True)
+    method_of = partial(recorded_method_for, artifact=features, spec=spec, code=code)
+    loaded = LoadedModel.of_study(study, checkpoint, spec, where)
+    loaded = replace(loaded, method_of=method_of)
     data = split_of(study, spec.split or TRAIN, selected_ids(selected, spec) or targets, question)
     if loaded.scales is not None:
         print(f"Gradients are divided by the square root of the second moments in {checkpoint}")
@@ -49,8 +53,7 @@ def compute_features(
         loaded,
         data,
         spec,
-        Compute(loaded.device, batch_size, memory_mb, threads),
-        method_of=partial(recorded_method_for, artifact=features, spec=spec, code=code),
+        Compute(where, batch_size, memory_mb, threads),
         shard=shard,
         n_shards=n_shards,
         code=code,

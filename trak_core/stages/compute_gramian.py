@@ -43,8 +43,8 @@ def compute_gramian(
         gramian,
         loaded,
         study.split(TRAIN, None),
-        None if split == TRAIN else split_of(study, split, ids, question),
         spec,
         Compute(loaded.device, batch_size, memory_mb, threads),
+        targets=None if split == TRAIN else split_of(study, split, ids, question),
         code=code,
     )

@@ -26,7 +26,7 @@ from trak_core.artifacts import (
 )
 from trak_core.attribution.fitted_checkpoint import (
     DampedGradients,
-    DampedNormalMatrix,
+    read_normal_matrix,
     read_rows,
     self_influences,
     similarity_rows,
@@ -87,9 +87,9 @@ def compute_scores(
         n_samples, proj_dim = scored.matrix("features").shape
         sample_ids, target_ids = (file.vector("sample_ids") for file in (scored, target_file))
         block = scores_need(proj_dim, len(target_ids)).rows(memory_mb)
-        damped = DampedNormalMatrix.read(matrix_file, train_file, spec)
-        solved = damped.solve(target_file.matrix("features")[:])
-        file_spec = spec.as_dict() | shared | {"lambda": damped.damped.ridge}
+        damped, norm = read_normal_matrix(matrix_file, train_file, spec)
+        solved = damped.solve(target_file.matrix("features")[:].astype(np.float64).T)
+        file_spec = spec.as_dict() | shared | {"lambda": damped.ridge}
         file_spec |= {"train_features": scored.content_hash}
         made_from = [train_file.provenance, target_file.provenance]
         provenance = software(code, "cpu", "numpy", "scipy", made_from=made_from)
@@ -103,7 +103,7 @@ def compute_scores(
             else:
                 names = range(proj_dim), target_ids
                 writer.matrix("solved_targets", *names, dtype=np.float64)[:] = solved
-            _write_samples(writer, scored, target_file, damped.norm)
+            _write_samples(writer, scored, target_file, norm)
 
 
 def compute_exact_scores(

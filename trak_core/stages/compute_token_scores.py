@@ -1,6 +1,7 @@
 """Split an experiment's largest scores into contributions of tokens and of layers."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,13 +21,12 @@ from trak_core.artifacts import (
     software,
 )
 from trak_core.attribution.device import Compute, at_precision, device_name, find_device
-from trak_core.attribution.fitted_checkpoint import DampedNormalMatrix
+from trak_core.attribution.fitted_checkpoint import read_normal_matrix
 from trak_core.attribution.gradient_method_record import recorded_method_for
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.project_gradients import compilers
 from trak_core.attribution.score_formulas import checkpoint_weights
 from trak_core.attribution.token_scores import cut_pairs, token_tables
-from trak_core.attribution.token_shares import Shares
 from trak_core.settings import TRAIN, ScoresSpec
 from trak_core.stages._shared import open_made_for, positions
 from trak_core.study.read_targets import split_of
@@ -87,30 +87,27 @@ def compute_token_scores(
             open_made_for(targets_paths[number], FEATURES, own.of_targets()) as target,
             open_artifact(normal_matrices[number], NORMAL_MATRIX) as matrix,
         ):
-            damped = DampedNormalMatrix.read(matrix, train, own)
+            damped, norm = read_normal_matrix(matrix, train, own)
             stored_rows = positions(train.ids("sample_ids"), train_ids)
             phi = _read_rows(train, stored_rows)
             target_phi = _read_rows(target, positions(target.ids("sample_ids"), target_ids))
             loss_weights.append(train.vector("loss_weights")[stored_rows])
-        norms.append(damped.norm or 1.0)
+        norms.append(norm or 1.0)
         print(f"Checkpoint {checkpoint}: {len(top)} scores", flush=True)
-        loaded = LoadedModel.of_study(study, checkpoints[number], own.of_train(), where)
-        current = loaded.file_spec(own.of_train(), {})["checkpoint"]
+        features_spec = own.of_train()
+        method_of = partial(
+            recorded_method_for, artifact=token_scores, spec=features_spec, code=code
+        )
+        loaded = LoadedModel.of_study(study, checkpoints[number], features_spec, where)
+        loaded = replace(loaded, method_of=method_of)
+        current = loaded.file_spec(features_spec, {})["checkpoint"]
         check_same("checkpoints", current, train.spec["checkpoint"], train)
         targets = split_of(study, str(spec.experiment), target_ids, question)
         splits = study.split(TRAIN, None).take(train_ids), targets
-        pairs = list(zip(rows, columns, strict=True))
-        method_of = partial(
-            recorded_method_for,
-            reads_terms=Shares.reads_terms,
-            artifact=token_scores,
-            spec=own.of_train(),
-            code=code,
-        )
-        features = phi, target_phi
+        pairs = np.column_stack([rows, columns])
         compute = Compute(where, batch_size, memory_mb, threads)
-        inputs = loaded, own, damped, splits, features, pairs, compute
-        cuts.append(cut_pairs(*inputs, method_of))
+        given = loaded, own, damped, splits, (phi, target_phi), pairs, compute
+        cuts.append(cut_pairs(*given))
     weights = checkpoint_weights(np.stack(loss_weights), np.array(norms), spec)
     tokens, layers = token_tables(top, cuts, weights[:, rows])
     _print_accuracy(top, tokens, layers)
