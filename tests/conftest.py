@@ -68,6 +68,22 @@ def fixed_randomness():
     torch.set_num_threads(1)
 
 
+@pytest.fixture
+def float64():
+    import torch
+
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """The test's own folder, as the current folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 # Imports within fixtures: most tests need no Snakemake, and the lowest versions no filelock.
 
 

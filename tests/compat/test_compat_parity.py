@@ -5,7 +5,7 @@ import warnings
 
 import numpy as np
 import pytest
-from compat_models import SETTINGS, TASKS, M, N, Net, checkpoints, images, injected, walk
+from compat_models import SETTINGS, TASKS, M, N, Net, checkpoints, close, images, injected, walk
 
 import trak_core.compat as ours
 from trak_core.compat.gradient_computers import (
@@ -23,14 +23,6 @@ SUBSETS = {
     "image_classification": ["fc.weight", "fc.bias", "conv2.weight"],
     "text_classification": ["head.weight", "layer.linear1.weight"],
 }
-
-
-def close(values, expected, tolerance=1e-4):
-    """Largest difference, in units of the largest entry."""
-    values, expected = np.asarray(values, np.float64), np.asarray(expected, np.float64)
-    assert values.shape == expected.shape
-    error = np.abs(values - expected).max() / np.abs(expected).max()
-    assert error <= tolerance
 
 
 def their_walk(*arguments, **settings):

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from compat_models import M, N, Net, checkpoints, featurized, images, walk
+from compat_models import M, N, Net, checkpoints, close, featurized, images, walk
 
 from trak_core.compat.projectors import NoOpProjector
 from trak_core.compat.score_computers import BasicScoreComputer, BasicSingleBlockScoreComputer
@@ -37,12 +37,6 @@ def oracle(g, t):
     """G K T^T with K = pinv(G^T G) / mean |pinv(G^T G)|, by singular values of G alone."""
     pinv = np.linalg.pinv(g, rcond=1e-6)
     return pinv.T @ t.T / np.abs(pinv @ pinv.T).mean()
-
-
-def close(scores, expected, tolerance):
-    assert scores.shape == expected.shape
-    assert np.isfinite(scores).all()
-    assert np.abs(scores - expected).max() <= tolerance * np.abs(expected).max()
 
 
 CASES = {

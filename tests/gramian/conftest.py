@@ -2,15 +2,6 @@ import pytest
 
 
 @pytest.fixture
-def float64():
-    import torch
-
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-@pytest.fixture
 def no_detour(monkeypatch):
     """No operation may be differentiated for each sample, no output row by row."""
     monkeypatch.delattr("trak_core.gramian.jacobian_gramian.by_rows")

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from gramians import assert_equal, gramian_of
+from projections import spec_for
 from torch import nn
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +24,6 @@ from trak_core.gradients import (
 )
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING, MASKED_LANGUAGE_MODELLING
 from trak_core.projection import project
-from trak_core.settings import ProjectionSpec, matrix_shape
 
 VOCABULARY, TOKENS = 37, 11
 
@@ -85,7 +85,6 @@ def small_pieces(monkeypatch):
 
 
 def prepared(make, output=LANGUAGE_MODELLING, n=3):
-    torch.manual_seed(0)
     model = make()
     drawn = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, VOCABULARY - 1, (n, TOKENS), generator=drawn)
@@ -100,15 +99,7 @@ def prepared(make, output=LANGUAGE_MODELLING, n=3):
 
 
 def features_of(given, kind):
-    shapes = [matrix_shape(p.shape) for p in given[1].values()]
-    spec = ProjectionSpec(
-        kind=kind,
-        n_params=sum(a * b for a, b in shapes),
-        proj_dim=16,
-        seed=0,
-        stream=0,
-        shapes=shapes if kind == "tensor_sketch" else None,
-    )
+    spec = spec_for(given[1], 16, kind)
     features = Features(given[1], spec, len(given[3]), threads=1)
     gradients_at_once(*given, features)
     return features.scaled(), spec

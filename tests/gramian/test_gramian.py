@@ -9,13 +9,11 @@ from refused import refused
 from torch import nn
 
 from trak_core.gradients import choose_method, formed_gradients, select_parameters
-from trak_core.gradients.gradient_consumers import Formed
 from trak_core.gradients.gradient_methods import (
     gradients_at_once,
     gradients_in_turn,
     gradients_one_by_one,
 )
-from trak_core.gradients.one_pass import GraphNeededError, by_samples
 from trak_core.gramian import Engine
 from trak_core.model_outputs.model_output import ModelOutput
 
@@ -51,7 +49,7 @@ def assert_equal(found, expected):
 
 
 def run(name, entries):
-    """Make an architecture, call it, and give a few entries a sample, or one loss."""
+    """Make an architecture, and a function that gives a few entries a sample, or one loss."""
     architecture = ARCHITECTURES[name]
     model, inputs = architecture.make(), architecture.inputs()
 
@@ -60,7 +58,7 @@ def run(name, entries):
         weights = torch.arange(1.0, 1 + found.shape[1]).sqrt()
         return found[:, :entries] if entries else (found * weights).square().sum(1)
 
-    return model, call
+    return model, inputs, call
 
 
 # Architectures for which some operation is differentiated for each sample or row.
@@ -77,7 +75,7 @@ SLOW = {
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_gramian_is_that_of_the_jacobian(name, request):
     """With and without ``batch_dim``; unless ``SLOW``, one backward pass is enough."""
-    model, call = run(name, 2)
+    model, _, call = run(name, 2)
     output = call()
     gramians = [Engine(model).compute_gramian(output)]
     if name not in SLOW:
@@ -86,32 +84,6 @@ def test_the_gramian_is_that_of_the_jacobian(name, request):
     expected = by_jacobian(output, trained(model))
     for gramian in gramians:
         assert_equal(gramian, expected)
-
-
-# Architectures that have an operation whose closed form turns out not to apply.
-GRAPH_NEEDED = {"parameter of the batch's shape"}
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_one_pass_gives_every_samples_gradients(name, monkeypatch):
-    """Whole or in pieces, and with a graph that is kept or freed."""
-    model, call = run(name, 0)
-    output = call()
-    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    expected = by_entries(output, list(parameters.values()))
-    scale = max(float(rows.abs().max()) for rows in expected)
-    for keep_graph, piece in ((True, 2**22), (False, 7)):
-        monkeypatch.setattr("trak_core.gradients.gradient_terms.PIECE", piece)
-        formed = Formed.zeros(parameters, len(output))
-        try:
-            with torch.no_grad():
-                by_samples(formed, output, list(parameters.values()), 0, keep_graph=keep_graph)
-        except GraphNeededError:
-            assert not keep_graph
-            assert name in GRAPH_NEEDED
-            return
-        for (key, found), rows in zip(formed.rows.items(), expected, strict=True):
-            assert float((found - rows).abs().max()) <= 1e-9 * scale, key
 
 
 # Operations that mix samples.
@@ -124,11 +96,11 @@ NO_FUNCTIONS = {
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_every_architecture_goes_at_once_or_says_why_not(name, capsys):
-    """If an operation mixes samples, the notice names it."""
+def test_every_architecture_goes_at_once_or_says_why_not(name, monkeypatch, capsys):
+    """Gradients are formed whole or in pieces. A notice names the operation that mixes samples."""
+    model, inputs, call = run(name, 0)
     architecture = ARCHITECTURES[name]
-    inputs = architecture.inputs()
-    model = architecture.make().eval()
+    model.eval()
     output = ModelOutput(
         read=lambda returned: architecture.output(returned).flatten(1),
         value=lambda x, _: (x * torch.arange(1.0, 1 + len(x)).sqrt()).square().sum(),
@@ -139,20 +111,24 @@ def test_every_architecture_goes_at_once_or_says_why_not(name, capsys):
     parameters = select_parameters(model, None)
     method, notice = choose_method(model, parameters, output, inputs, reads_terms=True)
     said = capsys.readouterr().out + (notice or "")
+    methods = [gradients_at_once, gradients_in_turn, gradients_one_by_one]
     if name in HIDING or name in NO_FUNCTIONS:
         assert method is (gradients_in_turn if name in HIDING else gradients_one_by_one)
         assert HIDING.get(name, "it ") in said.partition(" for this model. Reason: ")[2]
+        methods = methods[:1]
+    else:
+        assert method is gradients_at_once
+        assert not said
+    if name == "random with parameters":  # another pass draws other numbers
         return
-    assert method is gradients_at_once
-    assert not said
-    *found, expected = (
-        formed_gradients(one, model, parameters, output, inputs).gradients
-        for one in (gradients_at_once, gradients_in_turn, gradients_one_by_one)
-    )
+    expected = dict(zip(parameters, by_entries(call(), [*parameters.values()]), strict=True))
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
-    for gradients in found:
-        for key, gradient in expected.items():
-            assert float((gradients[key] - gradient).abs().max()) <= 1e-9 * largest
+    for piece in (2**22, 7):
+        monkeypatch.setattr("trak_core.gradients.gradient_terms.PIECE", piece)
+        for one in methods:
+            found = formed_gradients(one, model, parameters, output, inputs).gradients
+            for key, gradient in expected.items():
+                assert float((found[key] - gradient).abs().max()) <= 1e-9 * largest, (one, key)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +145,7 @@ def test_all_ways_give_the_same(name, monkeypatch):
         "gradients.gradient_formulas._CACHED": 10,
     }.items():
         monkeypatch.setattr(f"trak_core.{path}", value)
-    model, call = run(name, 2)
+    model, _, call = run(name, 2)
     output = call()
     expected = by_jacobian(output, trained(model))
     for prefers["all"] in (False, True):

@@ -19,32 +19,14 @@ pytestmark = pytest.mark.usefixtures("float64")
 N = 3
 
 
-def merge(draw, x, new):
-    dim = draw.randrange(x.ndim)
-    return x.flatten(dim - 1, dim) if dim else x
-
-
 def cut(draw, x, new):
     dim = draw.randrange(x.ndim)
     sizes = [(N, x.shape[dim] // N), (x.shape[dim] // N, N)]
     return x.unflatten(dim, draw.choice(sizes)) if x.shape[dim] % N == 0 and x.ndim < 4 else x
 
 
-def permute(draw, x, new):
-    return x.permute(draw.sample(range(x.ndim), x.ndim))
-
-
-def affine(draw, x, new):
-    shape = [n if draw.random() < 0.5 else 1 for n in x.shape][draw.randrange(x.ndim) :]
-    return x * new(*shape) - new(*shape)
-
-
 def linear(draw, x, new):
     return F.linear(x, new(x.shape[-1], x.shape[-1]), new(x.shape[-1]))
-
-
-def from_the_left(draw, x, new):
-    return new(x.shape[0], x.shape[0]) @ x if x.ndim == 2 else x @ new(x.shape[-1], 2)
 
 
 def convolve(draw, x, new):
@@ -95,13 +77,20 @@ def places(draw, x, new):
     return how()
 
 
-def attend(draw, x, new):
-    return x @ x.mT @ x / 4 if x.ndim == 3 else x.tanh()
+def affine(draw, x, new):
+    shape = [n if draw.random() < 0.5 else 1 for n in x.shape][draw.randrange(x.ndim) :]
+    return x * new(*shape) - new(*shape)
 
 
 STEPS = [
-    *(merge, cut, permute, affine, linear, linear, from_the_left, convolve, normalise),
-    *(over_a_dimension, places, places, attend),
+    lambda draw, x, new: x.flatten(dim - 1, dim) if (dim := draw.randrange(x.ndim)) else x,
+    cut,
+    lambda draw, x, new: x.permute(draw.sample(range(x.ndim), x.ndim)),
+    *(affine, linear, linear),
+    lambda draw, x, new: new(*x.shape[:1] * 2) @ x if x.ndim == 2 else x @ new(x.shape[-1], 2),
+    convolve,
+    *(normalise, over_a_dimension, places, places),
+    lambda draw, x, new: x @ x.mT @ x / 4 if x.ndim == 3 else x.tanh(),  # attention
 ]
 
 

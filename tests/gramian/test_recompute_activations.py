@@ -310,14 +310,13 @@ def write_study(folder, n):
     (folder / "study.py").write_text(
         STUDY.format(paths=[str(HERE), str(HERE.parent / "support")], n=n)
     )
-    torch.manual_seed(0)
-    layers = *(Block(64) for _ in range(24)), nn.Flatten(), nn.Linear(256 * 64, 3)
-    torch.save(nn.Sequential(*layers).state_dict(), folder / "c0.pt")
+    study = Study.load(folder / "study.py")
+    torch.save(study.make_model().state_dict(), folder / "c0.pt")
+    return study
 
 
 def test_blocks_are_recomputed_if_stored_samples_need_the_memory(tmp_path):
-    write_study(tmp_path, 300)
-    study = Study.load(tmp_path / "study.py")
+    study = write_study(tmp_path, 300)
     loaded = LoadedModel.of_study(study, tmp_path / "c0.pt", SPEC, torch.device("cpu"))
     (samples,) = loaded.ordered(study.split("train", None))
     assert not loaded.blocks.is_on

@@ -189,12 +189,6 @@ def test_settings_that_decide_numbers_must_be_those_of_the_training(saved, setti
         load_checkpoint(lora.adapted(lora.llama(), config), saved)
 
 
-def test_another_kind_of_adapter(saved):
-    config = peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[])
-    with refused("study.adapter_config", "adapter_config.json", "LORA", "IA3"):
-        load_checkpoint(lora.adapted(lora.llama(), config), saved)
-
-
 def edit(folder, **settings):
     path = folder / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
@@ -215,13 +209,6 @@ def test_settings_that_an_older_version_of_peft_did_not_save(folder):
     assert_loads(lora.adapted(lora.llama()), folder)
 
 
-def changed(folder, change):
-    path = folder / "adapter_model.safetensors"
-    state = load_file(path)
-    change(state, min(state))
-    save_file(state, path)
-
-
 def cut(folder):
     path = folder / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:-10])
@@ -236,7 +223,12 @@ def written(name, text):
 
 
 def with_state(change):
-    return lambda folder: changed(folder, change)
+    def spoil(folder):
+        state = load_file(folder / WEIGHTS)
+        change(state, min(state))
+        save_file(state, folder / WEIGHTS)
+
+    return spoil
 
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -280,12 +272,7 @@ def test_a_spoilt_folder_is_refused(folder, name):
         load_checkpoint(lora.adapted(lora.llama()), folder)
 
 
-def test_weights_without_their_folder_are_refused(saved):
-    with refused("study.adapter_folder", "adapter_model.safetensors"):
-        load_checkpoint(lora.adapted(lora.llama()), saved / "adapter_model.safetensors")
-
-
-def test_models_that_an_adapter_is_not_for(saved):
+def test_models_that_an_adapter_is_not_for_and_weights_without_its_folder(saved):
     with refused("study.adapter_model", "LlamaForCausalLM"):
         load_checkpoint(lora.llama(), saved)
     model = lora.adapted(lora.llama())
@@ -293,6 +280,13 @@ def test_models_that_an_adapter_is_not_for(saved):
     model.base_model.set_adapter(["default", "other"])
     with refused("study.adapter_active", "default, other"):
         load_checkpoint(model, saved)
+    of_ia3 = lora.adapted(
+        lora.llama(), peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[])
+    )
+    with refused("study.adapter_config", "adapter_config.json", "LORA", "IA3"):
+        load_checkpoint(of_ia3, saved)
+    with refused("study.adapter_folder", "adapter_model.safetensors"):
+        load_checkpoint(lora.adapted(lora.llama()), saved / "adapter_model.safetensors")
 
 
 def test_without_peft_it_is_named(saved, monkeypatch):
@@ -315,5 +309,5 @@ def test_the_digest_covers_weights_and_settings_and_the_model_beneath(folder):
     assert digests(other)["model_sha256"] != first["model_sha256"]
     edit(folder, lora_dropout=0.5)
     assert read_state_dict(folder)[1] != first["sha256"]
-    changed(folder, lambda state, key: state[key].mul_(2))
+    with_state(lambda state, key: state[key].mul_(2))(folder)
     assert digests(lora.llama())["model_sha256"] != first["model_sha256"]

@@ -1,5 +1,6 @@
 import contextlib
 import json
+import re
 import tarfile
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from trak_core.artifacts import (
     create,
     open_artifact,
     read,
+    read_frame,
     scaled_integers,
     verify,
 )
@@ -37,6 +39,17 @@ def write(path, ids=(3, 1, 2), values=None, kind=SCORES, spec=None):
         file.scalar("mean_squared_norm", 2.5)
         for key in ("top_influences", "targets", "train"):
             file.table(key, pd.DataFrame({"id": ids, "label": [1, 2, 3]}), ["id"])
+    return path
+
+
+def features(path, rows, dtype=np.float32):
+    """Write features by blocks that are no chunks."""
+    with create(path, FEATURES, {"a": [1]}, {"b": 2}) as file:
+        values = file.matrix("features", range(len(rows)), range(rows.shape[1]), dtype=dtype)
+        for start in range(0, len(rows), 700):
+            values[start : start + 700] = rows[start : start + 700]
+        file.vector("outputs", np.ones(len(rows), np.float32))
+        file.vector("sample_ids", np.arange(len(rows)))
     return path
 
 
@@ -92,13 +105,7 @@ def test_chunks_take_no_more_room_than_the_numbers(tmp_path, n, m):
 
 def test_int8_frames_are_read_by_their_scales(tmp_path):
     rows = np.random.default_rng(0).standard_normal((3000, 65)).astype(np.float32)
-    with create(tmp_path / "a.h5", FEATURES, {}, {}) as file:
-        values = file.matrix("features", range(3000), range(65), dtype=np.int8)
-        for start in range(0, 3000, 700):
-            values[start : start + 700] = rows[start : start + 700]
-        file.vector("outputs", np.ones(3000, np.float32))
-        file.vector("sample_ids", np.arange(3000))
-    verify(tmp_path / "a.h5")
+    verify(features(tmp_path / "a.h5", rows, np.int8))
     whole, scales = scaled_integers(rows)
     frame = pd.read_hdf(tmp_path / "a.h5", "features")
     with h5py.File(tmp_path / "a.h5") as file:
@@ -112,11 +119,8 @@ def test_int8_frames_are_read_by_their_scales(tmp_path):
             assert np.array_equal(read[part], by_hand[part])
     for bad in (np.nan, np.inf, -np.inf, np.finfo(np.float32).max):
         rows[2, 7] = bad
-        with (
-            pytest.raises(ArtifactError, match=r"must be finite, but 'features/.*values' is not"),
-            create(tmp_path / "b.h5", FEATURES, {}, {}) as file,
-        ):
-            file.matrix("features", range(3000), range(65), dtype=np.int8)[:] = rows
+        with pytest.raises(ArtifactError, match=r"must be finite, but 'features/.*values' is not"):
+            features(tmp_path / "b.h5", rows, np.int8)
     assert not (tmp_path / "b.h5").exists()
 
 
@@ -183,15 +187,9 @@ def moved():
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """Features of 16 MiB, written by blocks that are no chunks, and the bytes that moved for it."""
-    path, values = tmp_path_factory.mktemp("large") / "a.h5", np.arange(2**22, dtype=np.float32)
-    values, before = values.reshape(8192, 512), moved()
-    with create(path, FEATURES, {"a": 1}, {}) as file:
-        rows = file.matrix("features", range(8192), range(512))
-        for start in range(0, 8192, 1000):
-            rows[start : start + 1000] = values[start : start + 1000]
-        file.vector("outputs", np.ones(8192, np.float32))
-        file.vector("sample_ids", np.arange(8192))
+    """Features of 16 MiB, and the bytes that moved for it."""
+    values, before = np.arange(2**22, dtype=np.float32).reshape(8192, 512), moved()
+    path = features(tmp_path_factory.mktemp("large") / "a.h5", values)
     return path, values, (moved() - before) / values.nbytes
 
 
@@ -363,3 +361,96 @@ def test_tables_of_pandas_3_are_read_by_pandas_2(key, tmp_path):
         assert pd.read_hdf(path, key, where="rank < 3 & train_id == 'ü'").score.tolist() == [2]
         with h5py.File(path) as file:
             assert file[key].attrs["pandas_version"] == b"0.15.2"
+
+
+# HDF5 files whose values lie elsewhere, or nowhere.
+VALUES = "features/block0_values"
+SECRET = b"\0\0\x80\x3f" * 6  # ones, as another file's bytes
+
+
+def as_external_link(file, name, other):
+    file[name] = h5py.ExternalLink(str(other), name)
+
+
+def as_soft_link(file, name, _other):
+    group = name.split("/")[0]
+    file["elsewhere"] = np.ones((3, 2), np.float32)
+    assert group in file
+    file[name] = h5py.SoftLink("/elsewhere")
+
+
+def as_virtual_dataset(file, name, other):
+    layout = h5py.VirtualLayout((3, 2), np.float32)
+    layout[:] = h5py.VirtualSource(str(other), name, (3, 2))
+    file.create_virtual_dataset(name, layout)
+
+
+def as_external_storage(file, name, other):
+    secret = other.with_suffix(".raw")
+    secret.write_bytes(SECRET)
+    file.create_dataset(name, (3, 2), np.float32, external=[(str(secret), 0, len(SECRET))])
+
+
+def as_nothing(file, name, _other):
+    file.create_dataset(name, (2**20, 2**20), np.float32, chunks=(1024, 1024))
+
+
+def as_little(file, name, _other):
+    file.create_dataset(name, (2**12, 2), np.float32, chunks=(3, 2))[:3] = 1
+
+
+PLACES = {
+    as_external_link: "'{}' is a link to another object",
+    as_soft_link: "'{}' is a link to another object",
+    as_virtual_dataset: "'{}' has its values in another file",
+    as_external_storage: "'{}' has its values in another file",
+    as_nothing: r"'{}' has the shape \(1048576, 1048576\) and .*, but only 0 bytes are stored",
+    as_little: r"'{}' has the shape \(4096, 2\) and dtype float32, but only 24 bytes are stored",
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_artifact_has_its_values_in_itself(place, tmp_path):
+    path, other = (features(tmp_path / name, np.ones((3, 2)) / 2) for name in ("a.h5", "b.h5"))
+    with h5py.File(path, "r+") as file:
+        attributes = dict(file[VALUES].attrs)
+        del file[VALUES]
+        place(file, VALUES, other)
+        if VALUES in file:
+            file[VALUES].attrs.update(attributes)
+    message = rf"a\.h5: a trak-.* must be complete.* {PLACES[place].format(VALUES)}\. .*remakes it"
+    with pytest.raises(ArtifactError, match=message), open_artifact(path, FEATURES):
+        pass
+    with pytest.raises(ArtifactError, match=PLACES[place].format(VALUES)):
+        verify(path)
+
+
+@pytest.fixture
+def frame(tmp_path):
+    path = tmp_path / "truth.h5"
+    pd.DataFrame(np.ones((3, 2), np.float32), ["a", "bb", "é"], [7, 8]).to_hdf(path, key="masks")
+    return path
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_ground_truth_has_its_values_in_itself(place, frame, tmp_path):
+    name, other = "masks/block0_values", tmp_path / "other.h5"
+    other.write_bytes(frame.read_bytes())
+    with h5py.File(frame, "r+") as file:
+        del file[name]
+        place(file, name, other)
+    with pytest.raises(ArtifactError, match=r"truth\.h5: the file must be readable HDF5") as error:
+        read_frame(frame, "masks")
+    assert "link" in str(error.value) or re.search(PLACES[place].format(name), str(error.value))
+
+
+def test_int8_frames_without_their_scales_are_refused(tmp_path):
+    for case in ("none", "fewer", "float64"):
+        path = features(tmp_path / "a.h5", np.ones((3, 2)), np.int8)
+        with h5py.File(path, "r+") as file:
+            del file["features_scales"]
+            if case != "none":
+                dtype = np.float64 if case == "float64" else np.float32
+                file["features_scales"] = np.ones(3 - (case == "fewer"), dtype)
+        with pytest.raises(ArtifactError, match="features_scales"):
+            verify(path)

@@ -28,10 +28,8 @@ def test_spaces_parentheses_and_patterns_are_paths():
 @pytest.mark.parametrize(
     "changed",
     [
-        {"study": HOSTILE},
-        {"checkpoints": HOSTILE},
-        {"experiments": {"one": {"targets": HOSTILE}}},
-        {"experiments": {"one": {"data": HOSTILE}}},
+        *({key: HOSTILE} for key in ("study", "checkpoints")),
+        *({"experiments": {"one": {key: HOSTILE}}} for key in ("targets", "data")),
         {"data_files": ["a", HOSTILE]},
         {"evaluation": {"ground_truth": HOSTILE}},
         {"compute": {"conda": HOSTILE}},

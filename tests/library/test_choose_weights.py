@@ -10,10 +10,7 @@ from folders import write
 
 from trak_core.command.init import config_for
 
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def listed(files, n_classes=2):

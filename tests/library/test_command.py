@@ -16,38 +16,45 @@ from trak_core.command.main import main
 from trak_core.command.run import run, snakemake_command, workflow_folder
 
 
-def test_arguments_are_passed_to_snakemake():
-    words = ["scores", "-n", "--config", "scoring={damping: 1}", "--cores", "3"]
+@pytest.fixture
+def called(monkeypatch):
+    """The commands that would replace this process."""
+    commands = []
+    monkeypatch.setattr("os.execv", lambda _, words: commands.append(words))
+    return commands
+
+
+@pytest.mark.parametrize(
+    ("words", "more"),
+    [
+        (["-n"], ["--cores", "all"]),
+        *((words, []) for words in (["-c1"], ["--jobs=4"], ["-j", "2"], ["--profile", "mine"])),
+        (["scores", "-n", "--config", "scoring={damping: 1}", "--cores", "3"], []),
+    ],
+)
+def test_arguments_are_passed_to_snakemake_which_uses_all_cores_without_a_limit(words, more):
     called, snakefile, config, *handed = snakemake_command("a b.yaml", words)
-    assert (called, config, handed) == ("snakemake", "--configfile=a b.yaml", words)
+    assert (called, config, handed) == ("snakemake", "--configfile=a b.yaml", words + more)
     assert snakefile == f"--snakefile={workflow_folder()}/Snakefile"
 
 
-@pytest.mark.parametrize("words", [["-c1"], ["--jobs=4"], ["-j", "2"], ["--profile", "mine"]])
-def test_all_cores_are_used_without_a_limit(words):
-    assert snakemake_command("a.yaml", words)[3:] == words
-    assert snakemake_command("a.yaml", ["-n"])[3:] == ["-n", "--cores", "all"]
-
-
-def test_a_profile_is_that_of_the_package_or_of_the_current_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_profile_is_that_of_the_package_or_of_the_current_folder(here):
     given = ["--profile", "slurm", "--profile", "slurm-gpu"]
     profiles = snakemake_command("a.yaml", given)[4::2]
     folders = [workflow_folder().parent / name for name in ("slurm", "slurm-gpu")]
     assert profiles == [str(folder) for folder in folders]
     assert all((folder / "profile.yaml").is_file() for folder in folders)
     assert snakemake_command("a.yaml", ["--profile=slurm"])[3] == f"--profile={folders[0]}"
-    (tmp_path / "slurm").mkdir()
+    (here / "slurm").mkdir()
     assert snakemake_command("a.yaml", given)[4] == "slurm"
 
 
-def test_what_is_no_config_is_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_what_is_no_config_is_refused(here, monkeypatch):
     with refused("command.no_config", "scores"):
         run("scores", ["mine.yaml"])
     with refused("command.no_config", "mine.yaml"):
         run("mine.yaml", [])
-    (tmp_path / "mine.yaml").touch()
+    (here / "mine.yaml").touch()
     with refused("command.second_config", "mine.yaml", workflow_folder() / "Snakefile"):
         run("mine.yaml", ["--configfile=more.yaml"])
     monkeypatch.setattr("trak_core.command.run.find_spec", lambda _: None)
@@ -63,11 +70,9 @@ def test_what_is_no_config_is_refused(tmp_path, monkeypatch):
         (b"a: 1\nb: \xff\n", "0xff"),
     ],
 )
-def test_invalid_yaml_is_refused_with_its_line(tmp_path, monkeypatch, text, shown):
+def test_invalid_yaml_is_refused_with_its_line(here, called, text, shown):
     """Snakemake would report no line."""
-    monkeypatch.chdir(tmp_path)
     Path("mine.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
-    monkeypatch.setattr("trak_core.command.run.os.execv", lambda *_: None)
     with refused("config.no_yaml", "mine.yaml", re.compile(shown)):
         run("mine.yaml", [])
 
@@ -100,23 +105,17 @@ def test_the_version_is_the_package_s(capsys):
     assert capsys.readouterr().out == f"trak-core {version('trak-core')}\n"
 
 
-def test_the_brief_log_is_used_on_this_machine_only(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.yaml").touch()
-    called = []
-    monkeypatch.setattr("os.execv", lambda _, words: called.append(words))
+def test_the_brief_log_is_used_on_this_machine_only(here, called):
+    (here / "mine.yaml").touch()
     for words in ([], ["-n"], ["--profile", "slurm"], ["--executor=slurm"]):
         run("mine.yaml", words)
     assert ["--logger=trak" in words[3] for words in called] == [True, True, False, False]
     assert not any("--logger=trak" in words[4:] for words in called)
 
 
-def test_imports_of_jobs_start_before_snakemake_if_there_are_jobs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_imports_of_jobs_start_before_snakemake_if_there_are_jobs(here, called, monkeypatch):
     monkeypatch.setattr("trak_core.command.run._can_fork", lambda: True)
-    called = []
-    monkeypatch.setattr("os.execv", lambda _, words: called.append(words))
-    config, record = tmp_path / "mine.yaml", tmp_path / "made" / "config.json"
+    config, record = here / "mine.yaml", here / "made" / "config.json"
 
     def begins(*words):
         """Return whether imports start at once, which needs jobs that are forks."""
@@ -126,7 +125,7 @@ def test_imports_of_jobs_start_before_snakemake_if_there_are_jobs(tmp_path, monk
         return is_early
 
     config.write_text("{results: made, study: mine.py}")
-    (tmp_path / "mine.py").write_text("import xml.dom")
+    (here / "mine.py").write_text("import xml.dom")
     assert begins("scores")
     assert called[-1][-3] == "--forks-preload=trak_core.runtime.job:import_stages(),xml.dom"
     record.parent.mkdir()

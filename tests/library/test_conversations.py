@@ -30,16 +30,15 @@ DATED = (
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def folder(here):
 
     def saved(template, **special):
-        small.gpt2().save_pretrained(tmp_path / "out")
+        small.gpt2().save_pretrained(here / "out")
         made = tokenizer()
         made.chat_template = template
         made.add_special_tokens(special)
-        made.save_pretrained(tmp_path / "out")
-        return str(tmp_path / "out")
+        made.save_pretrained(here / "out")
+        return str(here / "out")
 
     return saved
 
@@ -93,6 +92,7 @@ def test_each_form_of_a_conversation_is_written_by_the_template(folder, row, arg
         (KWARGS, {"chat_template_kwargs": json.dumps({"greeting": "green"})}, "green"),
         (KWARGS, {}, "the"),
         (KWARGS, {"greeting": "red"}, "the"),  # a column of the user's own
+        (DATED, {"chat_template_kwargs": {"date_string": "sun"}}, "sun"),
     ],
 )
 def test_a_row_s_arguments_reach_the_template(folder, template, more, first):
@@ -102,30 +102,25 @@ def test_a_row_s_arguments_reach_the_template(folder, template, more, first):
         assert counted == WRITTEN[1]
 
 
-@pytest.mark.parametrize(
-    ("messages", "roles"),
-    [
-        ([USER, ANSWER, USER], "user, assistant, user"),  # a "thanks"
-        ([USER], "user"),
-        ([ANSWER], "assistant"),
-        ([{"role": "system", "content": "x"}, USER], "system, user"),
-        ([USER, {"role": "tool", "content": "x"}], "user, tool"),
-    ],
-)
-def test_a_conversation_without_an_answer_is_refused(folder, messages, roles):
-    weights = folder(ROLES)
-    with refused("studies.chat_roles", roles, "rows.jsonl, line 1"):
-        as_read({"messages": messages}, weights)
-    with refused("studies.chat_roles"):
-        as_read({"prompt": messages[:-1], "completion": messages[-1:]}, weights)
-
-
+# Conversations without an answer at the end: a "thanks", and others.
+UNANSWERED = {
+    "user, assistant, user": [USER, ANSWER, USER],
+    "user": [USER],
+    "assistant": [ANSWER],
+    "system, user": [{"role": "system", "content": "x"}, USER],
+    "user, tool": [USER, {"role": "tool", "content": "x"}],
+}
 NO_LISTS = ("[", "text", [], [1], [{"content": "x"}], {}, "[1]", 3)
 
 
 @pytest.mark.parametrize(
     ("row", "code", "values"),
     [
+        *(({"messages": own}, "chat_roles", [roles]) for roles, own in UNANSWERED.items()),
+        *(
+            ({"prompt": own[:-1], "completion": own[-1:]}, "chat_roles", [])
+            for own in UNANSWERED.values()
+        ),
         *(({"messages": value}, "messages", []) for value in NO_LISTS),
         ({"messages": TURNS, "text": "sky"}, "messages", ["text"]),
         ({"messages": TURNS, "prompt": "the sun"}, "two_texts", ["prompt"]),
@@ -210,11 +205,6 @@ def test_no_call_writes_today_s_date(folder, call):
             as_read({"messages": TURNS}, weights, date=date)
     with refused("studies.chat_date", "26 July"):
         as_read({"messages": TURNS}, weights, date="26 July")
-
-
-def test_a_row_may_give_the_date_to_the_template(folder):
-    row = {"messages": TURNS, "chat_template_kwargs": {"date_string": "sun"}}
-    assert as_read(row, folder(DATED))[0] == [*ids("sun"), *WRITTEN[0]]
 
 
 @pytest.mark.parametrize("text", ["red sky is", "sky is", "red red sky"])

@@ -1,5 +1,7 @@
 import os
 import shutil
+import subprocess
+import sys
 import time
 
 import pytest
@@ -7,18 +9,25 @@ from refused import refused
 
 from trak_core.errors import InputError
 from trak_core.runtime import files
-from trak_core.runtime.files import data_digests, disk_full_error, file_digest, path_digests
+from trak_core.runtime.files import (
+    data_digests,
+    disk_full_error,
+    file_digest,
+    hold_results,
+    path_digests,
+    read_record,
+    write_record,
+)
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(here, monkeypatch):
     """Two tables and a picture, changed long ago as far as the module knows."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(files, "CLOCK_NS", 0)
     for name in ("data/a.csv", "data/deep/b.csv", "data/deep/c.png"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(name)
-    return tmp_path
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / name).write_text(name)
+    return here
 
 
 @pytest.fixture
@@ -136,3 +145,33 @@ def test_a_folder_counts_by_every_file_in_it(folder, digest):
     assert digest("moved") in seen
     (folder / "moved/.hidden").write_text("new")
     assert digest("moved") in seen
+
+
+KNOWN = {"n_params": 3, "splits": {"train": {"key": "a", "n_samples": 2}}}
+
+
+def test_a_damaged_record_is_as_good_as_none(tmp_path):
+    path = tmp_path / "study.json"
+    assert read_record(path) == {}
+    write_record(path, KNOWN)
+    data = path.read_bytes()
+    for position in range(len(data)):
+        flipped = bytearray(data)
+        flipped[position] ^= 1
+        path.write_bytes(flipped)
+        assert read_record(path) in ({}, KNOWN)
+    for text in ("[]", "3", "{}", '{"known": 3}', "[" * 10**5, data.decode()[:-1]):
+        path.write_text(text)
+        assert read_record(path) == {}
+
+
+def test_a_results_folder_is_one_runs(tmp_path):
+    code = "from pathlib import Path; from trak_core.runtime.files import hold_results\n"
+    code += f"hold_results(Path({str(tmp_path / 'results')!r})); print(1, flush=True); input()"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.read(1) == b"1"
+        with refused("config.results_in_use", tmp_path / "results"):
+            hold_results(tmp_path / "results")
+        other.kill()
+    hold_results(tmp_path / "results")

@@ -3,12 +3,10 @@
 The lowest versions of h5py and PyTables run this too: each brings an HDF5 of its own.
 """
 
-import subprocess
-import sys
-
 import pandas as pd
 import pytest
 from no_locks import needs_compiler, without_locks
+from patience import run_python
 
 USES_LOCKS = """
 import fcntl, os
@@ -43,15 +41,7 @@ assert len(pd.read_hdf("a/results/a.h5", "a")) == 1
 )
 def test_a_disk_that_knows_no_locks(tmp_path, error, setting, said):
     """PyTables would give up; where there are locks, HDF5 uses them as ever."""
-    command = [sys.executable, "-c", USES_LOCKS]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env=without_locks(tmp_path / "shim", error),
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    done = run_python(USES_LOCKS, cwd=tmp_path, env=without_locks(tmp_path / "shim", error))
     assert done.stdout.splitlines() == [setting, said]
     assert not list(tmp_path.glob("a/*.*"))  # what measures the disk leaves nothing
 
@@ -61,5 +51,4 @@ def test_a_ground_truth_on_a_disk_of_its_own_that_knows_no_locks(tmp_path):
     pd.DataFrame({"a": [1.0]}).to_hdf(tmp_path / "a.h5", key="a", format="fixed")
     code = "from pathlib import Path; from trak_core.artifacts.read import read_frame\n"
     code += "assert read_frame(Path('a.h5'), 'a')[0].tolist() == [[1.0]]"
-    command = [sys.executable, "-c", code]
-    subprocess.run(command, cwd=tmp_path, env=without_locks(tmp_path / "shim"), check=True)
+    run_python(code, cwd=tmp_path, env=without_locks(tmp_path / "shim"))

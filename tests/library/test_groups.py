@@ -61,6 +61,14 @@ def test_sums_and_draws_are_those_of_plain_loops(parts, combine, block):
             assert sums.counts[group, draw - 1] == often.sum()
 
 
+def sums_of(values, numbers, n_groups=1):
+    """Sums of scores (runs, samples, targets), each run with a loss weight of 1."""
+    n_runs, n_samples, n_targets = values.shape
+    sums = GroupSums(n_groups, n_targets, Combine.AVERAGE_OF_PRODUCTS, run_weights(range(n_runs)))
+    sums.add(values, np.ones((n_runs, n_samples)), [1.0] * n_runs, [numbers])
+    return sums
+
+
 def test_a_draw_has_as_many_runs_as_there_are_with_all_their_checkpoints():
     weights = run_weights(RUNS)
     assert weights.shape == (RUN_DRAWS + 1, C)
@@ -80,9 +88,7 @@ def test_intervals_contain_the_true_mean(n_runs, n_samples, size_of_runs):
     random = np.random.default_rng(3)
     values = 0.3 + random.standard_normal((1, n_samples, 300))
     values = values + size_of_runs * random.standard_normal((n_runs, 1, 300))
-    sums = GroupSums(1, 300, Combine.AVERAGE_OF_PRODUCTS, run_weights(range(n_runs)))
-    numbers = np.zeros(n_samples, dtype=int)
-    sums.add(values, np.ones((n_runs, n_samples)), [1.0] * n_runs, [numbers])
+    sums = sums_of(values, np.zeros(n_samples, dtype=int))
     draws = sums.drawn_means()[0].T
     chance = chance_of_samples(draws, n_samples)
     low, high = group_interval(draws, sums.plain[0] / n_samples, chance, n_runs)
@@ -95,8 +101,7 @@ def test_differences_are_paired():
     values = np.stack([np.full((60, 1), shift) for shift in (-5.0, 0.0, 5.0)])
     values[:, :30] += 1
     numbers = np.repeat([0, 1], 30)
-    sums = GroupSums(2, 1, Combine.AVERAGE_OF_PRODUCTS, run_weights([0, 1, 2]))
-    sums.add(values, np.ones((3, 60)), [1.0] * 3, [numbers])
+    sums = sums_of(values, numbers, n_groups=2)
     drawn = sums.drawn_means()
     grouping = Grouping("who", ["anna", "bert"], numbers)
     ends = sums.plain, sums.plain
@@ -116,8 +121,7 @@ def test_differences_are_paired():
 
 
 def test_the_interval_of_a_single_sample_has_no_width():
-    sums = GroupSums(1, 1, Combine.AVERAGE_OF_PRODUCTS, run_weights([0]))
-    sums.add(np.full((1, 1, 1), 2.0), np.ones((1, 1)), [1.0], [np.array([0])])
+    sums = sums_of(np.full((1, 1, 1), 2.0), np.array([0]))
     draws = sums.drawn_means()[0].T
     low, high = group_interval(draws, np.array([2.0]), chance_of_samples(draws, 1), n_runs=1)
     assert (low[0], high[0]) == (2, 2)

@@ -21,20 +21,12 @@ def of_numbers():
     return datasets.Dataset.from_dict({**columns, "id": ["a", "b", "c"]})
 
 
-class Net(torch.nn.Linear):
-    """Takes its input by the name of the column."""
-
-    def __init__(self):
-        super().__init__(2, 2)
-
-
 @pytest.mark.parametrize("form", [None, "torch", "numpy"])
 def test_a_data_set_gives_the_scores_of_its_tensors(form):
+    """The model takes its input by the name of the column."""
     data = of_numbers()
-    inputs = torch.tensor(data.with_format(None)["input"][:])
-    labels = torch.tensor(data.with_format(None)["labels"][:])
-    attributor = Attributor(Net(), "image_classification", projection="exact")
-    tensors = {"input": inputs, "labels": labels}
+    attributor = Attributor(torch.nn.Linear(2, 2), "image_classification", projection="exact")
+    tensors = {key: torch.tensor(data[key][:]) for key in ("input", "labels")}
     expected = attributor.fit(tensors, ids=["a", "b", "c"]).score(tensors, ids=["a", "b", "c"])
     given = data.with_format(form)
     frame = attributor.fit(given).score(given).frame
@@ -107,10 +99,9 @@ def test_saved_data_sets_that_are_refused(tmp_path):
         read_rows(tmp_path / "folder")
 
 
-def test_trak_init_takes_saved_data_sets(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_trak_init_takes_saved_data_sets(here, monkeypatch):
     datasets.DatasetDict(train=of_texts(), test=of_texts()).save_to_disk("mine/data")
-    out = tmp_path / "mine/out"
+    out = here / "mine/out"
     out.mkdir()
     (out / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
     monkeypatch.setattr("trak_core.command.init._loadable", lambda paths, _report: paths)

@@ -11,25 +11,20 @@ import yaml
 from folders import write
 from refused import refused
 
-from trak_core.command.init import config_for, init
+from trak_core.command.init import init
 from trak_core.config.bind_study_arguments import with_ready_study
 from trak_core.config.checkpoint_list import checkpoint_table
 from trak_core.config.read_config import check_config
-from trak_core.ready_made.tabular import tabular
 
+pytestmark = pytest.mark.usefixtures("here")
 SCHEMA = yaml.safe_load(
     (Path(__file__).parents[2] / "workflow/schemas/config.schema.yaml").read_text()
 )
 CAUSAL = json.dumps({"architectures": ["GPT2LMHeadModel"], "n_embd": 4})
 CLASSIFIER = json.dumps({"architectures": ["BertForSequenceClassification"]})
 ADAPTER = json.dumps({"task_type": "CAUSAL_LM", "base_model_name_or_path": "base"})
+ROWS = {"train.csv": "a,label\n1,0\n"}
 TEXTS = '{"text": "red", "id": "a"}\n{"text": "blue", "id": "b"}\n'
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def written(files, *words):
@@ -269,18 +264,6 @@ def test_weights_of_timm_name_their_network(capsys):
     assert re.findall(r"check: (\w+)", capsys.readouterr().out) == ["transform"]
 
 
-@pytest.mark.parametrize(
-    ("price", "output"), [("1.5", "regression"), ("1", "image_classification")]
-)
-def test_a_table_and_a_state_dict(price, output):
-    rows = "".join(f"{size},{price}\n" for size in (3, 4)) + "5,2\n"
-    config = written({"train.csv": f"size,price\n{rows}", "model.safetensors": ""})
-    assert (config["study"], config["model_output"]) == ("tabular", output)
-    assert config["study_arguments"]["label"] == "price"
-    of_classes = output == "image_classification"
-    assert config["experiments"] == {"asked": {"targets": "all" if of_classes else [0, 1, 2]}}
-
-
 @pytest.mark.parametrize(("n", "targets"), [(2000, "all"), (2001, [0, 1, 2])])
 def test_up_to_2000_labelled_targets_are_explained(n, targets):
     rows = "".join(f"1.5,{int(i >= 1000)}\n" for i in range(n))
@@ -294,6 +277,8 @@ IMAGES = "label", "image_classification"
 @pytest.mark.parametrize(
     ("table", "label", "output", "more"),
     [
+        ("size,price\n3,1.5\n4,1.5\n5,2\n", "price", "regression", {}),
+        ("size,price\n3,1\n4,1\n5,2\n", "price", "image_classification", {}),
         # Texts are classes in alphabetical order. Floats are not classes.
         ("a,label\n1.5,dog\n2,cat\n", *IMAGES, {"classes": ["cat", "dog"]}),
         ("a,label\n1.5,1.0\n2,0.0\n", "label", "regression", {}),
@@ -302,7 +287,8 @@ IMAGES = "label", "image_classification"
         ("LABEL,a\n1,0.5\n0,0.1\n", "LABEL", "image_classification", {}),
         # Texts are not inputs. A column with a missing number is still an input.
         ("name,a,label\nx,,0\ny,2,1\n", *IMAGES, {"columns": ["a"]}),
-        # A column whose cells are mostly numbers is numeric.
+        # A column of which at least half of the cells are numbers is numeric.
+        ("name,a,label\nx,1,1\ny,n/a,0\nz,-,0\nz,2,0\n", *IMAGES, {"columns": ["a"]}),
         ("a,b,label\n1,2,1\nn/a,3,0\n4,,1\n", *IMAGES, {}),
         ("a,label\n1,2.5\n2,?\n3,0.5\n", "label", "regression", {}),
         ("a,label\n1,x\n2,\n3,y\n", *IMAGES, {"classes": ["x", "y"]}),
@@ -313,7 +299,11 @@ IMAGES = "label", "image_classification"
 )
 def test_labels_and_inputs_of_a_table(table, label, output, more):
     config = written({"train.csv": table, "m.pt": ""})
-    assert config["model_output"] == output
+    assert (config["study"], config["model_output"]) == ("tabular", output)
+    n_rows = table.count("\n") - 1
+    first = [7, 8] if table.startswith("a,price,id\n") else [*range(min(3, n_rows))]
+    targets = "all" if output == "image_classification" else first
+    assert config["experiments"] == {"asked": {"targets": targets}}
     classes = config["study_arguments"].get("classes")
     assert repr(classes) == repr(more.get("classes"))
     given = {"table": "train.csv", "label": label, "model": "nets.py:net", "scale": None, **more}
@@ -321,101 +311,48 @@ def test_labels_and_inputs_of_a_table(table, label, output, more):
 
 
 @pytest.mark.parametrize(
-    ("rows", "refusal"),
+    "named",
     [
-        ("x,1,1\ny,n/a,0\nz,-,0\nz,2,0", ("n/a", "a", 2)),
-        ("x,1,1\ny,2,0\nz,3,none", ("none", "label", 3)),
-        ("x,1,cat\ny,2,\nz,3,dog", ("", "label", 2)),
-        ("x,1,0\ny,2,1\nz,3,0", None),
-    ],
-)
-def test_a_cell_that_is_not_a_number_is_refused_when_the_table_is_read(rows, refusal):
-    config = written({"train.csv": f"name,a,label\n{rows}\n", "m.pt": ""})
-    data = tabular(**config["study_arguments"]).train_data()
-    if refusal is None:
-        assert [float(x) for x, _ in data] == [1, 2, 3]
-        return
-    cell, column, row = refusal
-    place = re.compile(rf"^train.csv, line {row + 1}(?=: )")
-    with refused("studies.numbers", place, f'"{column}": "{cell}"'):
-        list(data)
-
-
-def test_files_with_epochs_in_each_folder_are_separate_runs():
-    names = [f"{seed}/checkpoints/epoch{at}.pt" for seed in ("run0", "b 1") for at in (1, 2)]
-    config = written({"train.csv": "a,label\n1,0\n", **dict.fromkeys(names, "")})
-    checkpoints = config["checkpoints"].items()
-    times = {c["path"]: (name, c["run"], c["at"]) for name, c in checkpoints}
-    expected = [(f"{run}_epoch{at}", run, at) for run in ("run0", "b_1") for at in (1, 2)]
-    assert times == dict(zip(names, expected, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("paths", "named"),
-    [
-        (["run0/m_ep1.pt", "run0/m_ep2.pt"], [("m_ep1", "run0"), ("m_ep2", "run0")]),
-        (["a/last.pt", "b/last.pt"], [("a_last", "a_last"), ("b_last", "b_last")]),
+        {"run0/m_ep1.pt": ("m_ep1", "run0", 1), "run0/m_ep2.pt": ("m_ep2", "run0", 2)},
+        {"a/last.pt": ("a_last", "a_last", None), "b/last.pt": ("b_last", "b_last", None)},
+        {
+            f"{folder}/checkpoints/epoch{at}.pt": (f"{run}_epoch{at}", run, at)
+            for folder, run in (("run0", "run0"), ("b 1", "b_1"))
+            for at in (1, 2)
+        },
         # These folders have no different names, or there are several runs in a folder.
-        (["a b/x.pt", "a-b/x.pt"], [("x_0", "x_0"), ("x_1", "x_1")]),
-        (
-            [f"d/{name}_ep{at}.pt" for name in "mn" for at in (1, 2)],
-            [
-                (f"{name}_ep{at}", run)
-                for name, run in (("m", "run1"), ("n", "run2"))
-                for at in "12"
-            ],
-        ),
+        {"a b/x.pt": ("x_0", "x_0", None), "a-b/x.pt": ("x_1", "x_1", None)},
+        {
+            f"d/{name}_ep{at}.pt": (f"{name}_ep{at}", run, at)
+            for name, run in (("m", "run1"), ("n", "run2"))
+            for at in (1, 2)
+        },
     ],
 )
-def test_runs_and_ids_are_named_after_folders_that_differ(paths, named):
-    config = written({"train.csv": "a,label\n1,0\n", **dict.fromkeys(paths, "")})
-    table = checkpoint_table(config["checkpoints"], None)
-    assert [(name, checkpoint.run) for name, checkpoint in table.items()] == named
+def test_runs_and_ids_are_named_after_folders_that_differ(named):
+    table = checkpoint_table(written({**ROWS, **dict.fromkeys(named, "")})["checkpoints"], None)
+    assert {c.path: (name, c.run, c.at) for name, c in table.items()} == named
 
 
 def test_each_checkpoint_has_a_different_key():
     names = ("m-1.pt", "m.1.pt", "m_1.pt", "m_1_0.pt")
-    write({"train.csv": "a,label\n1,0\n", **dict.fromkeys(names, "")})
-    text, _ = config_for(Path())
-    assert sorted(yaml.safe_load(text)["checkpoints"].values()) == sorted(names)
+    config = written({**ROWS, **dict.fromkeys(names, "")})
+    assert sorted(config["checkpoints"].values()) == sorted(names)
 
 
-def test_images_in_the_current_folder_are_refused(folder, monkeypatch):
-    write({f"here/{name}/1.png": "" for name in ("a", "b")} | {"here/m.pt": ""})
-    monkeypatch.chdir("here")
-    with refused("command.results_here", folder / "here", "init here"):
+def test_images_in_the_current_folder_are_refused(here, monkeypatch):
+    write({f"mine/{name}/1.png": "" for name in ("a", "b")} | {"mine/m.pt": ""})
+    monkeypatch.chdir("mine")
+    with refused("command.results_here", here / "mine", "init mine"):
         init([])
     monkeypatch.chdir("..")
-    init(["here"])
+    init(["mine"])
     config = yaml.safe_load(Path("trak.yaml").read_text())
-    assert config["study_arguments"]["images"] == "here"
-    monkeypatch.chdir("here")
+    assert config["study_arguments"]["images"] == "mine"
+    monkeypatch.chdir("mine")
     with refused("config.results_in_images", "images", "results"):
         own = {"results": "results", "study_arguments": {"images": ".", "model": "resnet18"}}
         with_ready_study({**config, **own})
-
-
-def test_a_folder_without_a_study_is_refused(folder):
-    write({"train/a/1.png": "", "train/b/1.png": ""})
-    with refused(
-        "command.no_study", "4 levels of subfolders, train. Found folders of images: train"
-    ):
-        init([])
-    rmtree("train")
-    with refused("command.no_folder", "nowhere"):
-        init(["nowhere"])
-    with refused("command.no_study", "none of them"):
-        init([])
-    write({"test.jsonl": TEXTS, "out/config.json": CAUSAL})
-    with refused("command.no_training_data", "test.jsonl"):
-        init([])
-    write({"train.jsonl": TEXTS, "out/config.json": json.dumps({"architectures": ["BertModel"]})})
-    with refused("command.weights_kind", "BertModel", "out"):
-        init([])
-    write({"out/config.json": "{"})
-    with refused("command.weights_config", "out/config.json", re.compile(r"Expecting.*[)]")):
-        init([])
-    assert not (folder / "trak.yaml").exists()
 
 
 def test_a_study_is_found_in_subfolders():
@@ -430,22 +367,48 @@ def test_a_study_is_found_in_subfolders():
     assert config["study_arguments"]["images"] == "data/train"
 
 
-def test_folders_that_are_not_searched():
-    deep = {"a/b/c/d/e/run.pt": "", "results/train.csv": "", ".git/run.pt": ""}
-    write({**deep, "table.csv": "a\n1\n"})
-    searched = "4 levels of subfolders, a, a/b, a/b/c, a/b/c/d. Found rows: table.csv"
-    with refused("command.no_study", searched):
-        init([])
+OUT = {"out/config.json": CAUSAL}
+DEEP = {"a/b/c/d/e/run.pt": "", "results/train.csv": "", ".git/run.pt": "", "table.csv": "a\n1\n"}
+REFUSED = [
+    ({}, ["nowhere"], "no_folder", ["nowhere"]),
+    ({}, [], "no_study", ["none of them"]),
+    (
+        {"train/a/1.png": "", "train/b/1.png": ""},
+        [],
+        "no_study",
+        ["4 levels of subfolders, train. Found folders of images: train"],
+    ),
+    # Folders that are too deep, hidden, or of results.
+    (DEEP, [], "no_study", ["subfolders, a, a/b, a/b/c, a/b/c/d. Found rows: table.csv"]),
+    ({**OUT, "test.jsonl": TEXTS}, [], "no_training_data", ["test.jsonl"]),
+    (
+        {"train.jsonl": TEXTS, "out/config.json": json.dumps({"architectures": ["BertModel"]})},
+        [],
+        "weights_kind",
+        ["BertModel", "out"],
+    ),
+    (
+        {"train.jsonl": TEXTS, "out/config.json": "{"},
+        [],
+        "weights_config",
+        ["out/config.json", re.compile(r"Expecting.*[)]")],
+    ),
+    *((OUT, ["--config", name], "config_name", [name]) for name in ("none/trak.yaml", "trak.txt")),
+]
 
 
-def test_wrong_names_of_configs_and_weights_in_the_current_folder_are_refused(folder, monkeypatch):
+@pytest.mark.parametrize(("files", "words", "code", "values"), REFUSED)
+def test_what_makes_no_config_is_refused(files, words, code, values):
+    write(files)
+    with refused(f"command.{code}", *values):
+        init(words)
+    assert not Path("trak.yaml").exists()
+
+
+def test_weights_in_the_current_folder_are_refused_unless_they_are_a_trainers(here, monkeypatch):
     write({"out/config.json": CAUSAL, "out/train.jsonl": TEXTS})
-    with refused("command.config_name", "none/trak.yaml"):
-        init(["--config", "none/trak.yaml"])
-    with refused("command.config_name", "trak.txt"):
-        init(["--config", "trak.txt"])
     monkeypatch.chdir("out")
-    with refused("command.results_here", folder / "out", "init out"):
+    with refused("command.results_here", here / "out", "init out"):
         init([])
     write({"checkpoint-4/config.json": CAUSAL})  # a Trainer's
     init([])
@@ -453,6 +416,5 @@ def test_wrong_names_of_configs_and_weights_in_the_current_folder_are_refused(fo
 
 
 def test_ids_with_a_colon_stay_text_in_yaml():
-    write({"out/config.json": CAUSAL, "train.jsonl": '{"text": "a", "id": "12: no"}\n'})
-    text, _ = config_for(Path())
-    assert yaml.safe_load(text)["experiments"]["asked"]["targets"] == ["12: no"]
+    config = written({**OUT, "train.jsonl": '{"text": "a", "id": "12: no"}\n'})
+    assert config["experiments"]["asked"]["targets"] == ["12: no"]

@@ -1,9 +1,8 @@
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from patience import run_python
 
 from trak_core.runtime import progress as blocks
 from trak_core.runtime.progress import blocks_with_progress
@@ -13,7 +12,7 @@ def run(body, log):
     code = (
         f"from trak_core.runtime.job import logged_to\nwith logged_to({str(log)!r}):\n    {body}\n"
     )
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    return run_python(code, check=False)
 
 
 def test_everything_goes_to_the_log(tmp_path):
@@ -66,7 +65,7 @@ with logged_to("a.log"), atomic_write(Path("half.h5")) as partial:
 def test_a_job_that_is_told_to_stop_says_so_and_leaves_nothing_half_written(where, tmp_path):
     """Python ignores what ``__del__`` and callbacks raise, so that the signal is sent again."""
     code = STOPPED.replace("WHERE", where)
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=20, check=False)
+    run_python(code, cwd=tmp_path, timeout=20, check=False)
     (line,) = (tmp_path / "a.log").read_text().splitlines()
     assert line.startswith("Error: the job was stopped by SIGTERM, which")
     assert {path.name for path in tmp_path.iterdir()} == {"a.log"}
@@ -96,9 +95,7 @@ except SystemExit:
 def test_another_ctrl_c_does_not_wait_for_jobs(wait):
     """Snakemake waits for two threads, as it does for two jobs."""
     code = INTERRUPTED.replace("WAIT", wait)
-    ended = subprocess.run(
-        [sys.executable, "-c", code], timeout=40, capture_output=True, text=True, check=False
-    )
+    ended = run_python(code, timeout=40, check=False)
     assert ended.returncode == 130
     stopping, kept = ended.stderr.split("\n", 1)[1].splitlines()
     assert stopping.startswith("Stopping after Ctrl-C")

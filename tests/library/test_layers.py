@@ -12,22 +12,11 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "trak_core"
 LAYERS = [
-    {"errors"},
-    {"settings", "dependency_digests"},
-    {"runtime"},
-    {"projection", "model_outputs", "data"},
-    {"study", "artifacts", "config"},
-    {"ready_made", "gradients"},
-    {"gramian"},
-    {"attribution"},
-    {"evaluation"},
-    {"lists"},
-    {"report"},
-    {"stages"},
-    {"queries", "compat"},
-    {"command"},
+    *("errors", "settings dependency_digests", "runtime", "projection model_outputs data"),
+    *("study artifacts config", "ready_made gradients", "gramian", "attribution", "evaluation"),
+    *("lists", "report", "stages", "queries compat", "command"),
 ]
-RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names.split()}
 ONLY_IN = {
     "numba": {"projection"},
     "h5py": {"artifacts"},

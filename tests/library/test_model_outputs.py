@@ -1,5 +1,6 @@
-"""Each model output against its definition: value, gradient, loss weight, curvature, extremes."""
+"""Each model output against its definition: value, gradient, loss weight, curvature, noise."""
 
+import itertools
 import math
 from collections import OrderedDict
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy,
 
 from trak_core.attribution.score_formulas import improving_signs
 from trak_core.model_outputs.about_outputs import TABLE
-from trak_core.model_outputs.clip import contrast, drawn_pairs, pair_margins
+from trak_core.model_outputs.clip import contrast, drawn_pairs
 from trak_core.model_outputs.language_modelling import (
     LANGUAGE_MODELLING,
     MASKED_LANGUAGE_MODELLING,
@@ -155,6 +156,52 @@ def test_loss_weight_of_a_mean_of_margins_by_autograd(name):
     assert output.curvature is None
 
 
+NOISY = [name for name, (output, *_) in CASES.items() if output.loss_noise is not None]
+
+
+def with_probability(name, z, y):
+    """Numbers that draw each value of each part of a label, with the value's probability."""
+    if name == "regression":
+        return [[(0.25, 0.5), (0.75, 0.5)]]
+    if name == "multi-label":
+        p = z.sigmoid().tolist()
+        pairs = [[(q / 2, q), ((1 + q) / 2, 1 - q)] for q in p]
+    else:
+        p = z.movedim(0, -1) if name == "segmentation" else z
+        p = p.softmax(-1).reshape(-1, p.shape[-1])
+        if name in {"language", "tokens"}:
+            p = torch.cat([p[-1:], p[:-1]])  # logits predict the next token
+        pairs = [
+            list(zip((row.cumsum(0) - row / 2).tolist(), row.tolist(), strict=True)) for row in p
+        ]
+    is_used = (y.flatten() != IGNORED).tolist()
+    is_used[0] &= name not in {"language", "tokens"}
+    return [pair if used else [(0.5, 1)] for pair, used in zip(pairs, is_used, strict=True)]
+
+
+@pytest.mark.parametrize("name", NOISY)
+def test_the_noise_of_a_loss_has_its_hessian_as_covariance(name):
+    """By an enumeration of all labels that can be drawn."""
+    output, z, y = CASES[name]
+
+    def loss(x):
+        if name == "regression":
+            return (x - y).square().sum() / 2
+        losses = cross_entropies(name, x, y)
+        return losses.mean() if name == "segmentation" else losses.sum()
+
+    draws = list(itertools.product(*with_probability(name, z, y)))
+    uniform = torch.tensor([[u for u, _ in draw] for draw in draws]).reshape(-1, *y.shape)
+    weights = torch.tensor([[p for _, p in draw] for draw in draws], dtype=torch.float64).prod(1)
+    noise = torch.vmap(output.loss_noise, in_dims=(None, None, 0))(z, y, uniform)
+    assert noise.shape == (len(draws), *z.shape)
+    rows = noise.flatten(1)
+    covariance = rows.T @ (weights[:, None] * rows)
+    hessian = torch.autograd.functional.hessian(loss, z)
+    torch.testing.assert_close(covariance, hessian.reshape(covariance.shape))
+    torch.testing.assert_close(weights @ rows, torch.zeros(z.numel(), dtype=torch.float64))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("scale", [1e4, -1e4])
 @pytest.mark.parametrize("name", CASES)
@@ -212,16 +259,6 @@ def test_ignored_tokens_change_nothing():
     assert torch.equal(sequence_log_odds(logits, TOKENS), sequence_log_odds(other, TOKENS))
     slope = grad(sequence_log_odds)(logits, TOKENS)
     assert torch.equal(slope.abs().sum(1) > 0, torch.tensor([1, 0, 1, 1, 0, 0]).bool())
-
-
-def test_pair_margins_are_those_of_logits_of_the_pair_and_the_others():
-    u, v, others = normal(4), normal(4, seed=1), normal(7, 4, seed=2)
-    found = pair_margins(u, v, others, others, 2.0)
-    logits = torch.cat([(u @ v)[None], others @ u]), torch.cat([(u @ v)[None], others @ v])
-    expected = [margin(2.0 * row, torch.tensor(0)) for row in logits]
-    torch.testing.assert_close(found, torch.stack(expected))
-    batch = pair_margins(u.expand(3, 4), v.expand(3, 4), others, others, 2.0)
-    torch.testing.assert_close(batch, found.expand(3, 2))
 
 
 def test_drawn_pairs_are_uniform_and_fixed_by_the_seed():
@@ -295,8 +332,8 @@ def test_what_a_model_of_pairs_returns():
             read(returned)
 
 
-def test_every_model_output_has_a_case_and_says_if_its_loss_weights_are_probabilities():
-    """Samples that a model is sure of, half sure of, or sure to be otherwise."""
+def test_rows_say_if_a_loss_has_noise_and_loss_weights_are_probabilities():
+    """By samples that a model is sure of, half sure of, or sure to be otherwise."""
     cases = {id(case[0]): case for case in CASES.values()}
     for name, about in TABLE.items():
         output, x, label = CASES["contrast"] if about.needs_pairs else cases[id(about.load())]
@@ -304,6 +341,7 @@ def test_every_model_output_has_a_case_and_says_if_its_loss_weights_are_probabil
         found = [output.loss_weight(x * scale, label).item() for scale in scales]
         within = min(found) >= 0 and max(found) <= 1 and len(set(found)) > 1
         assert within == about.weight_is_probability, name
+        assert about.has_loss_noise == (output.loss_noise is not None)
 
 
 @pytest.mark.parametrize("name", CASES)

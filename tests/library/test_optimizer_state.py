@@ -9,12 +9,10 @@ import pytest
 import torch
 from pipeline import run_stages
 from refused import refused
-from safetensors.torch import save_file
+from stored_weights import save
 from torch import nn
 from trained_cases import STUDIES
 
-from trak_core.projection.reference import projection_matrix
-from trak_core.settings import ProjectionSpec, matrix_shape, stream_of
 from trak_core.study.optimizer_state import adam_scales
 from trak_core.study.study import Study
 
@@ -261,7 +259,7 @@ def test_where_there_is_no_state(tmp_path, name, content, code, value):
     if isinstance(content, bytes):
         path.write_bytes(content)
     elif content is not None:
-        (save_file if path.suffix == ".safetensors" else torch.save)(content, path)
+        save(content, path)
     checkpoint = tmp_path if name == "optimizer.pt" else path
     with refused(f"study.{code}", path, value):
         all_scales(nn.Linear(1, 1), checkpoint)
@@ -291,10 +289,7 @@ def test_features_are_those_of_divided_gradients(trained, tmp_path, kind, monkey
     split = study.split("mine", targets)
     samples = [split.samples[i] for i in range(len(targets))]
     gradients, _, _ = oracle.jacobian(model.double().eval(), samples, "image_classification")
-    shapes = [matrix_shape(p.shape) for p in model.parameters()]
-    own = {"stream": stream_of("c0"), "shapes": shapes if kind == "tensor_sketch" else None}
-    spec = ProjectionSpec(kind=kind, n_params=len(scale), proj_dim=64, seed=0, **own)
-    wanted = (gradients * scale) @ projection_matrix(spec) * spec.scale
+    wanted = oracle.projected(gradients * scale, 64, kind, parameters=model.parameters())
     file = tmp_path / "features/c0/mine.h5"
     found = pd.read_hdf(file, "features").to_numpy()
     assert np.abs(found - wanted).max() < 1e-5 * np.abs(wanted).max()

@@ -16,20 +16,13 @@ from trak_core.gradients.gradient_methods import gradients_at_once, gradients_on
 from trak_core.gramian import Engine
 from trak_core.model_outputs.model_output import ModelOutput
 
+pytestmark = pytest.mark.usefixtures("float64")
 OUTPUT = ModelOutput(
     read=lambda returned: returned.flatten(1),
     value=lambda x, _: (x * torch.arange(1.0, 1 + len(x)).sqrt()).square().sum(),
     loss_weight=lambda x, _: x.sum(),
     has_labels=False,
 )
-
-
-@pytest.fixture(autouse=True)
-def float64():
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def values(model, inputs):

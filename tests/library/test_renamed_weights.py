@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from refused import refused
-from stored_weights import read_state_dict
+from stored_weights import read_state_dict, save
 
 from trak_core.study.load_checkpoint import check_checkpoint, load_checkpoint
 
@@ -48,24 +48,14 @@ def saved(kind, folder):
     return state
 
 
-def write(state, path):
-    """Return the file of a state, or its folder, as ``path`` ends."""
-    if path.suffix == ".pt":
-        torch.save(state, path)
-        return path
-    from safetensors.torch import save_file
-
-    save_file(state, path, metadata={"format": "pt"})
-    return path.parent
-
-
 @pytest.mark.parametrize("prefix", ["", "module."])
 @pytest.mark.parametrize("name", ["model.safetensors", "a.pt"])
 @pytest.mark.parametrize("kind", MOST_KINDS)
 def test_weights_are_those_that_transformers_reads(kind, name, prefix, tmp_path, capsys):
     state = saved(kind, tmp_path)
     oracle = made(kind).from_pretrained(tmp_path)
-    path = write({prefix + key: value for key, value in state.items()}, tmp_path / name)
+    path = save({prefix + key: value for key, value in state.items()}, tmp_path / name)
+    path = path if name == "a.pt" else tmp_path
     capsys.readouterr()
     model = made(kind)
     before = torch.get_rng_state()
@@ -88,13 +78,13 @@ def test_what_misfits_is_said_in_the_names_of_the_model(read, tmp_path):
     state["other.weight"] = torch.ones(2)
     state["lm_head.weight"] = torch.ones(40, 15)
     del state["model.norm.weight"]
-    folder = write(state, tmp_path / "model.safetensors")
+    save(state, tmp_path / "model.safetensors")
     expected = (
         "missing from the checkpoint: model.norm.weight; unknown to the model: other.weight; "
         "of another shape: lm_head.weight (40, 15) for (40, 16)"
     )
     with refused("study.checkpoint_keys", expected):
-        read(made("mixtral"), folder)
+        read(made("mixtral"), tmp_path)
 
 
 def test_a_model_keeps_its_own_dtype(tmp_path):
@@ -109,10 +99,9 @@ def test_weights_that_transformers_would_draw_are_missed(tmp_path):
     """Some classes name weights that a file need not have."""
     state = saved("gpt_neox", tmp_path)
     del state["gpt_neox.final_layer_norm.bias"]
-    folder = write(state, tmp_path / "model.safetensors")
+    save(state, tmp_path / "model.safetensors")
     model = made("gpt_neox")
     model._keys_to_ignore_on_load_missing = ["final_layer_norm"]
-    with refused(
-        "study.checkpoint_keys", re.compile(r"missing.*layer_norm.bias.*: embed_out.*bias")
-    ):
-        load_checkpoint(model, folder)
+    missing = re.compile(r"missing.*layer_norm.bias.*: embed_out.*bias")
+    with refused("study.checkpoint_keys", missing):
+        load_checkpoint(model, tmp_path)

@@ -11,9 +11,8 @@ from trak_core.config.results_owner import differences_of_copy, earlier_configs
 from trak_core.errors import InputError
 
 
-def test_a_folder_that_another_config_made_is_known(tmp_path, monkeypatch):
+def test_a_folder_that_another_config_made_is_known(here):
     """The folder of another study is refused only if that study's config still exists."""
-    monkeypatch.chdir(tmp_path)
     results, one, two = (Path(name) for name in ("results", "one.yaml", "two.yaml"))
     own = {"study": "results/tabular_study_0f0f0f0f.py", "study_arguments": {"table": "a.csv"}}
     later = {**own, "study": "results/tabular_study_12345678.py"}  # by another version
@@ -44,11 +43,8 @@ COPIES = [
 
 
 @pytest.mark.parametrize(("made", "now", "is_kept"), COPIES)
-def test_a_copy_of_a_results_folder_replaces_nothing_of_its_maker(
-    tmp_path, monkeypatch, made, now, is_kept
-):
-    monkeypatch.chdir(tmp_path)
-    made, now = (f"{tmp_path}{name}" if name[0] == "/" else name for name in (made, now))
+def test_a_copy_of_a_results_folder_replaces_nothing_of_its_maker(here, made, now, is_kept):
+    made, now = (f"{here}{name}" if name[0] == "/" else name for name in (made, now))
     one, two = Path("one.yaml"), Path("two.yaml")
     one.touch()
     own = {"study": "s.py", "scoring": {"damping": 2}, "checkpoints": {"c": "c.pt"}}
@@ -72,9 +68,8 @@ def test_a_copy_of_a_results_folder_replaces_nothing_of_its_maker(
             earlier_configs(Path(now), [two], {**copied, "study": "t.py"})
 
 
-def test_a_copy_of_a_ready_made_studys_results_is_of_the_same_study(tmp_path, monkeypatch):
+def test_a_copy_of_a_ready_made_studys_results_is_of_the_same_study(here):
     """The generated study file is in the results folder, so its path differs in a copy."""
-    monkeypatch.chdir(tmp_path)
     Path("one.yaml").touch()
     for name in ("one", "two"):
         study = f"results-{name}/tabular_study_0f0f0f0f.py"

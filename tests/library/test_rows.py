@@ -6,6 +6,7 @@ import re
 
 import pandas as pd
 import pytest
+from few_words import write as lines
 from refused import refused
 
 from trak_core.data.rows import as_number, class_number, parsed_json, read_rows
@@ -18,21 +19,8 @@ from trak_core.study.sample_columns import columns_from
 # What type guessing changes: zeros, decimals, exponents, truths, missing values, dates, spaces.
 AS_WRITTEN = [
     *("007", "1.10", "12", "1.5", "1e3", "-0", "+1", "0x10", "1_000", "TRUE", "False", "yes", "no"),
-    *(
-        "nan",
-        "NA",
-        "null",
-        "None",
-        "",
-        " x ",
-        "2024-01-02",
-        "1,234",
-        "1;2",
-        'say "a"',
-        "two\nlines",
-        "two\r\nlines",
-        "a\rb",
-    ),
+    *("nan", "NA", "null", "None", "", " x ", "2024-01-02", "1,234", "1;2", 'say "a"'),
+    *("two\nlines", "two\r\nlines", "a\rb"),
     *("\N{LATIN SMALL LETTER E WITH ACUTE}", "\N{ARABIC-INDIC DIGIT THREE}", "x" * 200_000),
 ]
 
@@ -41,11 +29,6 @@ def table(path, rows):
     """Write rows by pandas, with quotes around each cell: it would leave them out around CR."""
     separator = "\t" if path.suffix == ".tsv" else ","
     pd.DataFrame(rows).to_csv(path, index=False, sep=separator, quoting=csv.QUOTE_ALL)
-    return path
-
-
-def lines(path, rows):
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return path
 
 
@@ -137,14 +120,9 @@ def test_the_number_of_a_class_is_an_integer_written_as_one(value):
 
 
 IDS = [
-    (["007", "008"], ["007", "008"]),
-    (["1.10", "1.1"], ["1.10", "1.1"]),
-    (["3", "10", "17"], [3, 10, 17]),
-    (["3", "10a"], ["3", "10a"]),
-    (["-5", "0"], [-5, 0]),
-    (["1e5", "2"], ["1e5", "2"]),
-    (["TRUE", "FALSE"], ["TRUE", "FALSE"]),
-    (["9" * 19, "1"], ["9" * 19, "1"]),
+    *((["3", "10", "17"], [3, 10, 17]), (["-5", "0"], [-5, 0])),
+    *((ids, ids) for ids in (["007", "008"], ["1.10", "1.1"], ["3", "10a"], ["1e5", "2"])),
+    *((ids, ids) for ids in (["TRUE", "FALSE"], ["9" * 19, "1"])),
 ]
 
 
@@ -206,9 +184,6 @@ def test_parquet_keeps_types_and_has_no_index(tmp_path):
         assert rows.place(1) == f"{tmp_path}/a.parquet, row 2"
     named = parquet(tmp_path / "b.parquet", {"x": [1, 2]}, index=pd.Index([7, 8], name="id"))
     assert read_rows(named).ids() == [7, 8]
-    (tmp_path / "c.parquet").write_bytes(b"PAR1")
-    with refused("data.rows", re.compile(r"Parquet|parquet")):
-        read_rows(tmp_path / "c.parquet")
     broken = parquet(tmp_path / "d.parquet", {"id": pd.array([3, None], dtype="Int64")})
     with refused("data.mixed_ids", f"{broken}, row 2"):
         read_rows(broken).ids()
@@ -264,9 +239,8 @@ def test_files_that_hold_no_rows(tmp_path):
     assert list(read_rows(tmp_path / "a.csv")) == [{"a": "1", "b": "2"}, {"a": "3", "b": "4"}]
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     # The words of pyarrow, or of Python where there is none, are in one line.
-    with refused(
-        "data.rows", tmp_path / "a.parquet", re.compile(r"(?<=Reading it failed: )[^\n]+(?=\.$)")
-    ):
+    words = re.compile(r"(?<=Reading it failed: )[^\n]+(?=\.$)")
+    with refused("data.rows", tmp_path / "a.parquet", words):
         read_rows(tmp_path / "a.parquet")
     lines_with = {
         '{"a": 1, "b": 2, "a": 3}': "the field 'a' occurs twice",

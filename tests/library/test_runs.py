@@ -14,13 +14,6 @@ from trak_core.config.checkpoint_list import (
 )
 from trak_core.settings import FeaturesSpec, ScoresSpec
 
-
-def test_each_path_is_a_run():
-    table = checkpoint_table({"b": "b.pt", "a": "a.pt"}, None)
-    assert table == {"a": Checkpoint("a", path="a.pt"), "b": Checkpoint("b", path="b.pt")}
-    assert not are_from_along_runs(table)
-
-
 MAPPING = {
     "x": {"path": "1.pt", "run": "first", "at": 2},
     "y": {"path": "2.pt", "run": "first", "at": 10},
@@ -48,7 +41,7 @@ def test_a_checkpoint_may_name_its_state_dict(tmp_path):
 def test_checkpoints_have_runs_and_times(tmp_path):
     table = checkpoint_table(MAPPING, None)
     assert runs_of(table) == {"7": ["z"], "first": ["x", "y"], "w": ["w"]}
-    assert (table["z"].at, table["w"].at) == (0.5, None)
+    assert (table["z"].at, table["w"]) == (0.5, Checkpoint("w", path="4.pt"))
     assert are_from_along_runs(table)
     file = tmp_path / "checkpoints.tsv"
     rows = "x\t2\t1.pt\tfirst\ny\t10\t2.pt\tfirst\nz\t0.5\t3.pt\t7\nw\t\t4.pt\t\n"

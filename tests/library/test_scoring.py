@@ -1,16 +1,24 @@
-"""Scores from features, block by block, against dense NumPy."""
+"""Scores and normal matrices from features, block by block, against dense NumPy in float64."""
 
+import re
+
+import h5py
 import numpy as np
 import pytest
+import torch
+from refused import refused
 
-from trak_core.attribution.score_formulas import (
-    combined,
-    largest,
-    most_frequent,
-    powered,
-    unit_rows,
+from trak_core import Attributor
+from trak_core.attribution.score_formulas import combined, largest, most_frequent, unit_rows
+from trak_core.attribution.solve import (
+    DampedGramian,
+    DampedMatrix,
+    Spectrum,
+    inverse_lengths,
+    mean_squared_norm,
+    train_norm,
+    weighted_gramians,
 )
-from trak_core.attribution.solve import inverse_lengths
 from trak_core.settings import Combine
 
 RNG = np.random.default_rng(0)
@@ -40,11 +48,6 @@ def test_a_gramian_of_gradients_of_length_1(left):
     np.testing.assert_allclose(k, unit @ unit.T, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(k_t, unit @ targets.T, rtol=1e-12, atol=1e-12)
     assert not k[2].any()
-
-
-def test_powers_keep_the_sign():
-    np.testing.assert_allclose(powered(np.float32([-4, 0, 9]), 0.5), [-2, 0, 3])
-    np.testing.assert_array_equal(powered(np.float32([-4, 0, 9]), 1), [-4, 0, 9])
 
 
 def test_the_ways_to_combine():
@@ -99,3 +102,106 @@ def test_largest_entries_whatever_the_blocks(cuts, keep):
     order = np.argsort(-scores, axis=0, kind="stable")[:keep]
     np.testing.assert_array_equal(seen.rows, order)
     np.testing.assert_array_equal(seen.scores, np.take_along_axis(scores, order, axis=0))
+
+
+def rows(n=40, k=7, seed=0):
+    return np.random.default_rng(seed).standard_normal((n, k)).astype(np.float32)
+
+
+@pytest.mark.parametrize("cuts", [[], [1], [13, 14, 39]])
+def test_weighted_gramians_are_sums_of_outer_products(cuts):
+    phi, weights = rows(), (np.linspace(0, 2, 40), np.ones(40), np.linspace(3, 0, 40) ** 2)
+    split = zip(*(np.split(w, cuts) for w in weights), strict=True)
+    matrices = weighted_gramians(zip(np.split(phi, cuts), split, strict=True))
+    double = phi.astype(np.float64)
+    for matrix, w in zip(matrices, weights, strict=True):
+        np.testing.assert_allclose(matrix, double.T @ np.diag(w) @ double, rtol=1e-12)
+        np.testing.assert_array_equal(matrix, matrix.T)
+        squared = np.mean(w * (double**2).sum(1))
+        np.testing.assert_allclose(mean_squared_norm(matrix, 40), squared)
+
+
+def test_sums_are_float64():
+    """In float32 the second row would be lost by rounding."""
+    phi = np.array([[1e4], [1.0]], np.float32)
+    assert weighted_gramians(iter([(phi, [np.ones(2)])]))[0] == 1e8 + 1
+
+
+# Whatever the order of magnitude of features and loss weights.
+@pytest.mark.parametrize("scale", [1, 1e-12, 1e12])
+@pytest.mark.parametrize("power", [1, 0.75])
+def test_the_train_norm_is_that_of_the_dense_matrix(power, scale):
+    phi, rng = scale * rows().astype(np.float64), np.random.default_rng(3)
+    q, w = rng.standard_normal(40), rng.random(40)
+    weighted = np.abs(q) ** (2 * power)
+    normal, weighted, plain = weighted_gramians([(phi, [w, weighted, np.ones(40)])])
+    spectrum = Spectrum.decompose(normal)
+    products = spectrum.norm_products(weighted, plain)
+    for damping in (0.1, 2):
+        ridge = damping * mean_squared_norm(normal, 40)
+        scores = np.abs(q)[:, None] ** power * (
+            phi @ np.linalg.solve(phi.T @ (w[:, None] * phi) + ridge * np.eye(7), phi.T)
+        )
+        norm = train_norm(spectrum.eigenvalues, products, ridge)
+        np.testing.assert_allclose(norm, np.linalg.norm(scores), rtol=1e-10)
+
+
+def test_a_norm_of_zero_is_refused():
+    with refused("scoring.norm", "Found 0"):
+        train_norm(np.ones(3), np.zeros((3, 3)), 1.0)
+
+
+@pytest.mark.parametrize("ridge", [0.0, 3.0])
+def test_a_known_solution(ridge):
+    (matrix,) = weighted_gramians([(rows(), [np.ones(40)])])
+    expected = np.random.default_rng(1).standard_normal((7, 3))
+    right = (matrix + ridge * np.eye(7)) @ expected
+    solved = DampedMatrix.factorize(matrix, ridge).solve(right)
+    np.testing.assert_allclose(solved, expected, rtol=1e-10)
+
+
+# Rounding decides the condition number of a singular matrix.
+CONDITION = re.compile(r"Found \S+ \(eigenvalues \S+ to \S+,"), re.compile(r"ridge = \S+,")
+
+
+def test_singular_matrices_are_refused():
+    (matrix,) = weighted_gramians([(rows(n=5), [np.ones(5)])])
+    for ridge in (0.0, 1e-9):
+        with refused("scoring.singular", *CONDITION, "7 rows"):
+            DampedMatrix.factorize(matrix, ridge)
+    with refused("scoring.singular", "infinite", *CONDITION, "2 rows"):
+        DampedMatrix.factorize(np.zeros((2, 2)), 0.0, (0.0, 0.0))
+    ones, zero_first = np.ones(7), np.r_[0, np.ones(6)]
+    for gramian, weights, damping in (
+        (matrix, ones, 0),
+        (matrix, ones, 1e-12),
+        (np.eye(7), zero_first, 0),
+    ):
+        with refused("scoring.singular", *CONDITION, "7 rows", "scoring.damping"):
+            DampedGramian.factorize(gramian, weights, damping)
+
+
+@pytest.mark.parametrize("weighting", ["plain", "curvature"])
+@pytest.mark.parametrize("k", [8, 19, 20, 64])
+def test_the_stored_spectrum_gives_the_norm_for_any_damping(tmp_path, k, weighting):
+    """Also if the normal matrix has more rows than there are training samples."""
+    train = torch.randn(20, 6), torch.arange(20) % 3
+    model = torch.nn.Linear(6, 3)
+    given = {"a": {"path": model.state_dict(), "run": "run", "at": 1}}
+    settings = {"proj_dim": k, "weighting": weighting, "combine": "unit_average"}
+    attributor = Attributor(model, "image_classification", given, **settings)
+    attributor.fit(train, tmp_path)
+    power = attributor.settings.loss_weight_power
+    with h5py.File(tmp_path / "features/a/train.h5") as file:
+        phi, q = (file[key][:].astype(float) for key in ("features/block0_values", "loss_weights"))
+        w = file["curvature"][:] ** power if weighting == "curvature" else np.ones(20)
+    normal = phi.T @ np.diag(w) @ phi
+    with h5py.File(tmp_path / "normal_matrix/a.h5") as file:
+        assert np.allclose(file["normal_matrix/block0_values"], normal)
+        eigenvalues, products = file["eigenvalues"][:], file["norm_products/block0_values"][:]
+        ends = [file[f"{name}_eigenvalue"][()] for name in ("smallest", "largest")]
+    expected = np.linalg.eigvalsh(normal)
+    assert np.allclose(ends, expected[[0, -1]], atol=1e-6 * expected[-1])
+    for ridge in (0.1 * expected[-1], expected[-1]):
+        b = np.abs(q)[:, None] ** power * (phi @ np.linalg.inv(normal + ridge * np.eye(k)) @ phi.T)
+        assert np.isclose(train_norm(eigenvalues, products, ridge), np.linalg.norm(b))

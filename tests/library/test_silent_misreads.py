@@ -148,12 +148,11 @@ def test_images(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("stray", ["b ", "B"])
-def test_a_stray_class_that_changes_the_number_of_outputs_is_named(stray, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_stray_class_that_changes_the_number_of_outputs_is_named(stray, here):
     for path in ("a/1.png", "a/2.png", "b/1.png", "b/2.png", f"{stray}/3.png"):
-        (tmp_path / "images" / path).parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (1, 1)).save(tmp_path / "images" / path)
-    (tmp_path / "net.py").write_text(
+        (here / "images" / path).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (1, 1)).save(here / "images" / path)
+    (here / "net.py").write_text(
         "from torch import nn\n\ndef net(n):\n"
         "    return nn.Sequential(nn.Flatten(), nn.Linear(3, n))\n"
     )

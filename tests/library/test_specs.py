@@ -1,10 +1,11 @@
-"""The specs of all jobs of a config, without Snakemake or torch."""
+"""The specs of all jobs of a config."""
 
 import copy
 from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+from pipeline import features_spec
 from refused import refused
 
 from trak_core.config import specs_from_config
@@ -46,13 +47,12 @@ EVALUATION = {
 
 
 @pytest.fixture
-def made(tmp_path, monkeypatch):
+def made(here):
     """Make the specs of a changed config.
 
     Keys of a change may be paths, such as scoring__top; None takes a key away.
     """
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "study.py").write_text("make_model = None\n")
+    (here / "study.py").write_text("make_model = None\n")
 
     def specs(**changes):
         config = copy.deepcopy(CONFIG)
@@ -94,35 +94,6 @@ def test_a_spec_is_what_its_plain_values_say(made):
         assert list(plain) == sorted(plain)
 
 
-def test_a_preconditioner_decides_features_and_all_that_follows(made):
-    own = {"training": None, "checkpoints": {"c0": "c0.pt", "c1": "c1.pt"}}
-    before, after = (all_specs(made(**own, preconditioner=one)) for one in ("none", "adam"))
-    changed = {name for name, spec in after.items() if spec != before[name]}
-    assert changed == set(after) - {"embeddings"}
-    assert after["train"].as_dict()["preconditioner"] == "adam"
-
-
-def test_the_precision_decides_all_that_a_model_computes(made):
-    before, after = (all_specs(made(compute__precision=p)) for p in ("highest", "high"))
-    assert all(spec != before[name] for name, spec in after.items())
-    for name, spec in after.items():
-        assert spec.as_dict() == before[name].as_dict() | {"precision": "high"}
-        assert "precision" not in before[name].as_dict()  # old files stay valid
-
-
-def test_drawn_labels_decide_the_features_of_training_samples_and_what_follows(made):
-    before, after = (all_specs(made(label_draws=n)) for n in (0, 4))
-    changed = {name for name, spec in after.items() if spec != before[name]}
-    assert {"train", "normal_matrix", "scores", "self_influence"} <= changed
-    assert not {"features", "embeddings"} & changed
-    assert after["train"].as_dict() == before["train"].as_dict() | {"label_draws": 4}
-    # Curvature, the default for several times of a run, is not used.
-    times = {f"c{i}": {"path": f"c{i}.pt", "run": "a", "at": i} for i in (0, 1)}
-    own = {"training": None, "checkpoints": times}
-    along = [made(**own, label_draws=n).self_influence.weighting for n in (0, 4)]
-    assert along == ["curvature", "plain"]
-
-
 @pytest.mark.parametrize("other", ["c0", "c1"])
 def test_the_choice_of_a_state_dict_decides_what_its_checkpoint_does_and_averages(made, other):
     paths = {"c0": "a.pt", "c1": {"path": "b.pt", "state_dict": "model"}}
@@ -145,7 +116,6 @@ def test_the_choice_of_a_state_dict_decides_what_its_checkpoint_does_and_average
 
 
 def test_the_file_of_an_own_output_decides_features_and_what_is_retrained_but_no_training(made):
-    made()  # and now we are where the study is
     Path("beside.py").write_text("scale = 2\n")
     found = []
     measured = {"evaluation": {"subsets": EVALUATION["subsets"], "baselines": []}}
@@ -179,7 +149,6 @@ def test_the_file_of_an_own_output_decides_features_and_what_is_retrained_but_no
     ],
 )
 def test_two_modules_of_one_name_are_refused(made, question, beside, found):
-    made()  # and now we are where the study is
     Path("study.py").write_text("import common\nmake_model = None\n")
     Path("common.py").write_text("")
     Path("asked").mkdir()
@@ -193,7 +162,6 @@ def test_two_modules_of_one_name_are_refused(made, question, beside, found):
 
 
 def test_what_a_question_imports_beside_the_study_decides_it(made):
-    made()  # and now we are where the study is
     Path("apart").mkdir()
     Path("apart/asked.py").write_text("import mine\ntarget_data = None\n")
     found = []
@@ -259,6 +227,25 @@ def test_what_a_change_of_the_config_decides(made, change, decided):
     assert {job for job in before if before[job].as_dict() != after[job].as_dict()} == decided
 
 
+@pytest.mark.parametrize(
+    ("path", "value", "decided"),
+    [
+        ("preconditioner", "adam", {*STORED, *SCORES}),
+        ("compute__precision", "high", FEATURES | SCORES),
+        ("label_draws", 4, {"train", "normal_matrix", *SCORES}),
+    ],
+)
+def test_a_key_is_stored_in_the_specs_that_it_decides(made, path, value, decided):
+    """Files of versions without the key stay valid, if its value is the default."""
+    own = {"training": None, "checkpoints": {"c0": "c0.pt", "c1": "c1.pt"}}
+    before, after = (all_specs(made(**own, **change)) for change in ({}, {path: value}))
+    key = path.rpartition("__")[2]
+    for name, spec in after.items():
+        plain = before[name].as_dict()
+        assert key == "preconditioner" or key not in plain
+        assert spec.as_dict() == plain | ({key: value} if name in decided else {})
+
+
 @pytest.mark.parametrize("edited", ["study.py", "data.csv"])
 def test_an_edit_of_the_study_or_its_data_decides_everything(made, tmp_path, edited):
     (tmp_path / "data.csv").write_text("1,2\n")
@@ -320,6 +307,11 @@ def test_the_defaults_of_scoring(made, output, checkpoints, given, combine, weig
     assert spec.curvature_power == of_curvature[weighting]
     for key in WHOLE:
         assert (f"{key} is" in specs.defaults) == (key not in given)
+
+
+def test_drawn_labels_replace_the_curvature_of_the_default(made):
+    along = [made(checkpoints=ALONG, label_draws=n).self_influence.weighting for n in (0, 4)]
+    assert along == ["curvature", "plain"]
 
 
 def test_a_run_is_trained_once_for_all_of_its_times(made):
@@ -433,14 +425,7 @@ def test_what_is_measured(made):
 )
 def test_the_kind_that_a_size_takes(n_params, proj_dim, kind):
     assert usual_kind(n_params, proj_dim) == kind
-    spec = FeaturesSpec(
-        model_output="regression",
-        parameter_patterns=None,
-        projection={"proj_dim": proj_dim, "seed": 0},
-        dtype="float32",
-        study_digest="",
-        checkpoint="c0",
-    )
+    spec = features_spec("regression", projection={"proj_dim": proj_dim, "seed": 0})
     shapes = [(n_params // 2, 2), (n_params % 2,), ()][: 2 if n_params % 2 else 1]
     found = projection_of(spec, shapes)
     assert (found.kind, found.n_params) == (kind, n_params)

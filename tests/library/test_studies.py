@@ -16,19 +16,15 @@ from refused import refused
 
 from trak_core.ready_made.image_folder import image_folder
 from trak_core.ready_made.language_model import language_model
-from trak_core.ready_made.ready_study import field, needed
+from trak_core.ready_made.ready_study import needed
 from trak_core.ready_made.tabular import tabular
 from trak_core.ready_made.text_classification import text_classification
 
+pytestmark = pytest.mark.usefixtures("here")
 transformers = pytest.importorskip("transformers", reason="with the extra `test`")
 few_words, small = pytest.importorskip("few_words"), pytest.importorskip("texts")
 ids, tokenizer, write = few_words.ids, few_words.tokenizer, few_words.write
 NET = "from torch import nn\n\ndef net(n=2):\n    return nn.Linear(2, n)\n"
-
-
-@pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
@@ -52,10 +48,9 @@ def test_texts_of_a_language_model(weights, tmp_path):
     }
     with refused("studies.no_targets"):
         study.target_data()
+    other = language_model(str(tmp_path / "train.jsonl"), str(weights), text="{question}")
     with refused("studies.template", "question", "id, text", f"{tmp_path}/train.jsonl, line 1"):
-        language_model(str(tmp_path / "train.jsonl"), str(weights), text="{question}").train_data()[
-            0
-        ]
+        other.train_data()[0]
 
 
 def test_a_prompt_does_not_count_and_a_long_text_is_cut_where_that_is_said(weights, tmp_path):
@@ -185,15 +180,13 @@ def test_labelled_texts(tmp_path):
     transformers.GPT2ForSequenceClassification(config).save_pretrained(tmp_path / "out")
     tokenizer().save_pretrained(tmp_path / "out")
     rows = [{"text": "sky is blue", "label": "yes"}, {"text": "sky is", "label": 0}]
-    file = write(tmp_path / "train.jsonl", [*rows, {"text": "sun", "label": "perhaps"}])
+    file = write(tmp_path / "train.jsonl", rows)
     study = text_classification(file, str(tmp_path / "out"), max_tokens=4)
     samples = study.train_data()
     assert samples[0]["input_ids"].tolist() == [*ids("sky is blue"), 0]
     assert samples[0]["attention_mask"].tolist() == [1, 1, 1, 0]
     assert [int(samples[i]["labels"]) for i in (0, 1)] == [1, 0]
     assert study.make_model()(**{k: v[None] for k, v in samples[0].items()}).logits.shape == (1, 2)
-    with refused("studies.label", "'perhaps'", "no, yes"):
-        samples[2]
     assert study.class_names() == ["no", "yes"]
     config.id2label, config.label2id = {1: "no", 2: "yes"}, {"no": 1, "yes": 2}
     config.save_pretrained(tmp_path / "out")
@@ -206,9 +199,7 @@ def test_images_in_folders_and_in_a_table(tmp_path):
     for array, name in zip(pixels, ("dog/1.png", "cat/b/2.PNG", "dog/3.png"), strict=True):
         (tmp_path / "images" / name).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(array).save(tmp_path / "images" / name)
-    (tmp_path / "nets.py").write_text(
-        "from torch import nn\n\ndef net(n):\n    return nn.Linear(2, n)\n"
-    )
+    (tmp_path / "nets.py").write_text(NET)
     net = f"{tmp_path}/nets.py:net"
     study = image_folder(str(tmp_path / "images"), net)
     assert study.train_ids() == ["cat/b/2.PNG", "dog/1.png", "dog/3.png"]
@@ -311,9 +302,7 @@ def test_rows_of_a_table(tmp_path):
     frame = pd.DataFrame({"id": [7, 8], "a": [1.5, 2], "b": [3, 4], "kind": ["no", "yes"]})
     frame.to_csv(tmp_path / "rows.csv", index=False)
     frame.to_csv(tmp_path / "rows.tsv", index=False, sep="\t")
-    (tmp_path / "nets.py").write_text(
-        "from torch import nn\n\ndef net():\n    return nn.Linear(2, 2)\n"
-    )
+    (tmp_path / "nets.py").write_text(NET)
     for name in ("rows.csv", "rows.tsv"):
         file, net = str(tmp_path / name), f"{tmp_path}/nets.py:net"
         study = tabular(file, "kind", net, classes=["no", "yes"])
@@ -332,9 +321,7 @@ def test_rows_of_a_table(tmp_path):
         tabular(file, "kind", net, **given).target_data()[0]
 
 
-def test_what_a_study_lacks():
-    with refused("studies.field", "path", "id, label"):
-        field({"id": 3, "label": 1}, "path")
+def test_a_package_that_is_not_installed_is_named():
     with refused("studies.package", sys.executable, "no_such_package"):
         needed("no_such_package", "language")
 

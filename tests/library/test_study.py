@@ -125,9 +125,8 @@ def main(model):
         ("fit = lambda x: x.backward()", None),
     ],
 )
-def test_a_file_that_trains_when_it_is_imported_is_refused(tmp_path, last, words, monkeypatch):
+def test_a_file_that_trains_when_it_is_imported_is_refused(here, last, words):
     """A training script whose transform a config names would train in every job."""
-    monkeypatch.chdir(tmp_path)
     path = Path("train_script.py")
     path.write_text(TRAINS + last + "\n")
     if words is None:

@@ -5,15 +5,9 @@ from math import log
 import numpy as np
 import pytest
 
-from trak_core.attribution.solve import DampedMatrix, Spectrum, mean_squared_norm, weighted_gramians
+from trak_core.attribution.solve import DampedMatrix, mean_squared_norm, weighted_gramians
 from trak_core.evaluation.baselines import bm25_scores
-from trak_core.evaluation.subset_sums import (
-    CheckpointRows,
-    average_weights,
-    damped_sums,
-    setting_sums,
-    weighted_sums,
-)
+from trak_core.evaluation.subset_sums import CheckpointRows, average_weights, setting_sums
 from trak_core.settings import Combine, Setting
 
 N, K, M, S = 90, 24, 5, 11
@@ -23,42 +17,32 @@ RNG = np.random.default_rng(0)
 PHI = RNG.standard_normal((N, K)).astype(np.float32)
 TARGETS = RNG.standard_normal((M, K))
 MASKS = (RNG.random((S, N)) < 0.5).astype(float)
-WEIGHTS = RNG.random((2, N))
+WEIGHTS = RNG.random(N)
 
 
 @pytest.mark.parametrize("dim", [K, 7])
-def test_damped_sums_are_sums_of_scores(dim):
-    curvature = np.linspace(0.1, 1, N)
-    given = MASKS, WEIGHTS, lambda start, stop: PHI[start:stop], 13
-    sums, (whole,) = weighted_sums(*given, [curvature])
-    assert np.array_equal(sums, weighted_sums(*given)[0])
-    sums, matrix = sums[:, :, :dim], whole[:dim, :dim]
-    ridges = [damping * mean_squared_norm(matrix, N) for damping in (0.1, 3)]
-    result = damped_sums(sums, Spectrum.decompose(matrix), ridges, TARGETS[:, :dim])
-    for i, ridge in enumerate(ridges):
-        own = PHI[:, :dim].astype(float)
-        damped = own.T @ (curvature[:, None] * own) + ridge * np.eye(dim)
-        scores = PHI[:, :dim] @ np.linalg.inv(damped) @ TARGETS[:, :dim].T
-        for j, w in enumerate(WEIGHTS):
-            expected = MASKS @ (scores * w[:, None])
-            assert np.abs(result[i, j] - expected).max() < 1e-10 * np.abs(expected).max()
-
-
+@pytest.mark.parametrize("is_given", [False, True])
 @pytest.mark.parametrize("combine", list(Combine))
-def test_a_normal_matrix_that_is_given_replaces_that_of_features(combine):
+def test_sums_of_settings_are_sums_of_scores(combine, is_given, dim):
+    """The normal matrix is that of the features, or another one that is given."""
+    q, power, curvature = WEIGHTS, 0.75, np.linspace(0.1, 1, N)
     rows = RNG.standard_normal((3 * K, K))
-    normal, q, power, dim = rows.T @ rows, WEIGHTS[0], 0.75, 7
-    setting = Setting(damping=0.3, loss_weight_power=power, combine=combine, proj_dim=dim)
-    own = {power: np.ones(N)}, lambda start, stop: PHI[start:stop]
-    checkpoint = CheckpointRows(q, *own, TARGETS, 13, normal)
-    averages = average_weights([setting], [q])
-    (result,) = setting_sums(MASKS, [setting], averages, checkpoint).values()
-    phi, normal = PHI[:, :dim].astype(float), normal[:dim, :dim]
-    inverse = np.linalg.inv(normal + 0.3 * np.trace(normal) / N * np.eye(dim))
-    scores = q[:, None] ** power * (phi @ inverse @ TARGETS[:, :dim].T)
-    if combine is Combine.UNIT_AVERAGE:
-        scores /= np.linalg.norm(q[:, None] ** power * (phi @ inverse @ phi.T))
-    np.testing.assert_allclose(result, MASKS @ scores, rtol=1e-8)
+    settings = [
+        Setting(damping=damping, loss_weight_power=power, combine=combine, proj_dim=dim)
+        for damping in (0.1, 3)
+    ]
+    own = {power: curvature}, lambda start, stop: PHI[start:stop]
+    checkpoint = CheckpointRows(q, *own, TARGETS, 13, rows.T @ rows if is_given else None)
+    sums = setting_sums(MASKS, settings, average_weights(settings, [q]), checkpoint)
+    phi = PHI[:, :dim].astype(float)
+    normal = (rows.T @ rows)[:dim, :dim] if is_given else phi.T @ (curvature[:, None] * phi)
+    for setting in settings:
+        ridge = setting.damping * np.trace(normal) / N
+        inverse = np.linalg.inv(normal + ridge * np.eye(dim))
+        scores = q[:, None] ** power * (phi @ inverse @ TARGETS[:, :dim].T)
+        if combine is Combine.UNIT_AVERAGE:
+            scores /= np.linalg.norm(q[:, None] ** power * (phi @ inverse @ phi.T))
+        np.testing.assert_allclose(sums[setting], MASKS @ scores, rtol=1e-8)
 
 
 def test_squares_are_the_diagonal_of_the_scores():

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from projections import spec_for
 from torch import nn
 
 from trak_core.attribution.deferred_logits import MarginsOfTokens
@@ -19,41 +20,21 @@ from trak_core.gradients import (
 from trak_core.gradients.gradient_consumers import Formed
 from trak_core.gradients.gradient_terms import Dense
 from trak_core.gradients.model_inputs import as_batch
-from trak_core.model_outputs.about_outputs import TABLE
+from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING as OUTPUT
 from trak_core.projection import Contractions
 from trak_core.projection.reference import projection_matrix
-from trak_core.settings import ProjectionSpec, matrix_shape
 
-transformers = pytest.importorskip("transformers")
+small = pytest.importorskip("texts", reason="needs transformers, which `make test` has")
 N_TEXTS, N_TOKENS, N_WORDS = 3, 7, 11
 
 
-def spec_of(parameters, kind="rademacher", proj_dim=32):
-    """The projection of these parameters."""
-    n_params = sum(p.numel() for p in parameters.values())
-    shapes = [matrix_shape(p.shape) for p in parameters.values()]
-    return ProjectionSpec(
-        kind=kind,
-        n_params=n_params,
-        proj_dim=proj_dim,
-        seed=1,
-        stream=2,
-        shapes=shapes if kind == "tensor_sketch" else None,
-    )
-
-
 def gpt2():
-    size = {"n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": N_TOKENS, "vocab_size": N_WORDS}
-    tokens = {"bos_token_id": None, "eos_token_id": None, "loss_type": "ForCausalLM"}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, **tokens))
+    return small.gpt2(n_embd=8, n_positions=N_TOKENS, vocab_size=N_WORDS)
 
 
 def llama():
-    size = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": N_WORDS}
-    tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    config = transformers.LlamaConfig(**size, **heads, **tokens, tie_word_embeddings=False)
-    return transformers.LlamaForCausalLM(config)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False}
+    return small.llama(hidden_size=8, intermediate_size=12, vocab_size=N_WORDS, **heads)
 
 
 class PerToken(nn.Module):
@@ -80,10 +61,9 @@ def per_token(model):
 
 def oracle(model, text, parameters):
     """Gradients of f by each token's copies, float64, (tokens, entries of all parameters)."""
-    output = TABLE["language_modelling"].load()
     twin = per_token(model).double().eval()
-    outputs = output.read(twin(input_ids=text[None], labels=text[None]))
-    value = output.value(outputs[0], text)
+    outputs = OUTPUT.read(twin(input_ids=text[None], labels=text[None]))
+    value = OUTPUT.value(outputs[0], text)
     copies = dict(twin.named_parameters(remove_duplicate=False))
     all_gradients = torch.autograd.grad(value, [*copies.values()], allow_unused=True)
     gradients = dict(zip(copies, all_gradients, strict=True))
@@ -116,7 +96,6 @@ def oracle(model, text, parameters):
 @pytest.mark.parametrize("make", [gpt2, llama])
 def test_shares_are_those_of_copies(make, kind, scaled, proj_dim, monkeypatch):
     """A tensor sketch uses factors of entries without scales, even if that is not cheaper here."""
-    torch.manual_seed(0)
     monkeypatch.setattr(Contractions, "prefers_factors", lambda *_: True)
     if kind == "hadamard":  # directions are held for few parameters, else computed in parts
         monkeypatch.setattr("trak_core.attribution.token_scores.PIECE", 300)
@@ -127,7 +106,7 @@ def test_shares_are_those_of_copies(make, kind, scaled, proj_dim, monkeypatch):
     for parameter in model.parameters():  # norms and biases too
         nn.init.normal_(parameter, std=0.3)
     parameters = select_parameters(model, None)
-    spec = spec_of(parameters, kind, proj_dim)
+    spec = spec_for(parameters, proj_dim, kind)
     vectors = torch.randn(4, proj_dim)
     # The second text is in no pair, the first in three.
     pair_list = [(0, 0), (0, 3), (0, 1), (2, 1)]
@@ -138,9 +117,8 @@ def test_shares_are_those_of_copies(make, kind, scaled, proj_dim, monkeypatch):
     scales = scales if scaled else {}
     directions = Directions(parameters, spec, vectors, scales)
     shares = Shares(parameters, directions, pairs, N_TOKENS)
-    output = TABLE["language_modelling"].load()
-    method = gradient_method(model, parameters, output, batch)
-    method(model, parameters, output, batch, shares)
+    method = gradient_method(model, parameters, OUTPUT, batch)
+    method(model, parameters, OUTPUT, batch, shares)
     directions = vectors.double().numpy() @ projection_matrix(spec).T
     factors = [scales.get(name, torch.ones(p.shape)).flatten() for name, p in parameters.items()]
     directions *= torch.cat(factors).double().numpy()
@@ -178,22 +156,21 @@ class WithBias(nn.Module):
 @pytest.mark.parametrize("kind", ["rademacher", "tensor_sketch"])
 @pytest.mark.parametrize("make", [llama, WithBias])
 def test_deferred_logits_have_the_same_shares(make, kind, monkeypatch):
-    torch.manual_seed(0)
-    model, output = make().eval(), TABLE["language_modelling"].load()
+    model = make().eval()
     parameters = select_parameters(model, None)
-    spec = spec_of(parameters, kind)
+    spec = spec_for(parameters, 32, kind)
     monkeypatch.setattr(Contractions, "prefers_factors", lambda *_: True)
     texts = torch.randint(N_WORDS, (N_TEXTS, N_TOKENS))
-    batch = as_batch({"input_ids": texts, "labels": texts}, output)
+    batch = as_batch({"input_ids": texts, "labels": texts}, OUTPUT)
     pairs = Pairs(torch.tensor([0, 1, 2]), torch.tensor([1, 0, 1]))
     vectors = torch.randn(2, 32)
     # Some tokens at a time.
     most = 3 * N_TEXTS * N_WORDS
     monkeypatch.setattr("trak_core.gradients.gradient_terms.piece_on", lambda _: most)
-    in_pieces = MarginsOfTokens(model, output)
+    in_pieces = MarginsOfTokens(model, OUTPUT)
     results = []
     for given, of, rows in (
-        (model, output, batch),
+        (model, OUTPUT, batch),
         (in_pieces, in_pieces.output, replace(batch, gives_labels=True)),
     ):
         directions = Directions(parameters, spec, vectors)
@@ -226,16 +203,15 @@ class Routed(nn.Module):
 
 def test_ranks_of_routed_tokens_are_not_tokens():
     """The first text's tokens are ranked by their places, the second's are not."""
-    torch.manual_seed(0)
-    model, output = Routed().eval(), TABLE["language_modelling"].load()
+    model = Routed().eval()
     parameters = {n: p for n, p in select_parameters(model, None).items() if "expert" in n}
     texts = torch.randint(1, N_WORDS, (2, N_TOKENS))
     texts[1, :3] = 0
     pairs = Pairs(torch.tensor([0, 1]), torch.tensor([0, 0]))
-    directions = Directions(parameters, spec_of(parameters), torch.randn(1, 32))
+    directions = Directions(parameters, spec_for(parameters, 32, "rademacher"), torch.randn(1, 32))
     shares = Shares(parameters, directions, pairs, N_TOKENS)
-    batch = as_batch({"input_ids": texts, "labels": texts}, output)
-    gradients_at_once(model, parameters, output, batch, shares)
+    batch = as_batch({"input_ids": texts, "labels": texts}, OUTPUT)
+    gradients_at_once(model, parameters, OUTPUT, batch, shares)
     assert shares.by_token[:, :-1].abs().max() == 0
     torch.testing.assert_close(
         shares.by_token[:, -1], shares.by_parameter.sum(1), rtol=1e-12, atol=0
@@ -243,14 +219,14 @@ def test_ranks_of_routed_tokens_are_not_tokens():
 
 
 def test_a_sample_without_pairs_has_no_shares():
-    model, output = llama().eval(), TABLE["language_modelling"].load()
+    model = llama().eval()
     parameters = select_parameters(model, None)
     none = torch.tensor([], dtype=torch.long)
-    directions = Directions(parameters, spec_of(parameters), torch.randn(1, 32))
+    directions = Directions(parameters, spec_for(parameters, 32, "rademacher"), torch.randn(1, 32))
     shares = Shares(parameters, directions, Pairs(none, none), N_TOKENS)
     texts = torch.randint(N_WORDS, (2, N_TOKENS))
-    batch = as_batch({"input_ids": texts, "labels": texts}, output)
-    gradients_in_turn(model, parameters, output, batch, shares)
+    batch = as_batch({"input_ids": texts, "labels": texts}, OUTPUT)
+    gradients_in_turn(model, parameters, OUTPUT, batch, shares)
     assert shares.by_token.shape == (0, N_TOKENS + 1)
 
 
@@ -258,7 +234,7 @@ def test_held_directions_are_no_more_than_a_piece(monkeypatch):
     """Layers of one size are held as far as they fit."""
     monkeypatch.setattr("trak_core.attribution.token_scores.PIECE", 100)
     parameters = dict(nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))).named_parameters())
-    directions = Directions(parameters, spec_of(parameters), torch.randn(2, 32))
+    directions = Directions(parameters, spec_for(parameters, 32, "rademacher"), torch.randn(2, 32))
     for parameter in parameters.values():
         directions.rows_of(parameter, slice(None))
     # Five biases of four entries, and one matrix of sixteen, for two vectors.
@@ -275,10 +251,10 @@ def test_terms_are_kept_for_consumers_that_read_them(reads):
         def take(self, parameter, uses):
             seen.extend(use.terms for use in uses if isinstance(use, Dense))
 
-    model, output = WithBias().eval(), TABLE["language_modelling"].load()
+    model = WithBias().eval()
     parameters = select_parameters(model, None)
     texts = torch.randint(N_WORDS, (2, N_TOKENS))
-    batch = as_batch({"input_ids": texts, "labels": texts}, output)
-    gradients_at_once(model, parameters, output, batch, Seen.zeros(parameters, 2))
+    batch = as_batch({"input_ids": texts, "labels": texts}, OUTPUT)
+    gradients_at_once(model, parameters, OUTPUT, batch, Seen.zeros(parameters, 2))
     assert seen
     assert any(terms is not None for terms in seen) == reads

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from projections import spec_for
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,7 +21,6 @@ from trak_core.gradients.gradient_methods import gradients_at_once
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.supervised import CLASSIFICATION
 from trak_core.projection import tensor_sketch
-from trak_core.settings import ProjectionKind, ProjectionSpec, matrix_shape
 
 WAIT = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim"}
 
@@ -68,52 +68,32 @@ def images():
     return nn.Sequential(*layers).eval(), CLASSIFICATION, as_batch(samples, CLASSIFICATION)
 
 
-def projection_of(parameters, kind):
-    shapes = tuple(matrix_shape(p.shape) for p in parameters.values())
-    return ProjectionSpec(
-        kind=ProjectionKind(kind),
-        n_params=sum(p.numel() for p in parameters.values()),
-        proj_dim=64,
-        seed=0,
-        stream=0,
-        shapes=shapes if kind == "tensor_sketch" else None,
-    )
+def project_held(features):
+    """Project all formed gradients in one call."""
+    held = sorted(features._held.items())
+    project_gradients.add_rows(features.rows, held, features._projection)
+    features._held, features._n_held = {}, 0
 
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """Sketch all factors, and all formed gradients in one call, by torch."""
-
-    def project_held(features):
-        held = sorted(features._held.items())
-        project_gradients.add_rows(features.rows, held, features._projection)
-        features._held, features._n_held = {}, 0
-
     monkeypatch.setattr(project_gradients, "prefers_factors", lambda *_: True)
     monkeypatch.setattr(tensor_sketch, "_has_kernels", lambda _: False)
     monkeypatch.setattr(project_gradients.Features, "_project_held", project_held)
 
 
-@pytest.mark.parametrize("kind", ["rademacher", "hadamard", "normal", "tensor_sketch"])
+@pytest.mark.parametrize("kind", ["rademacher", "hadamard", "normal", "tensor_sketch", "factors"])
 @pytest.mark.parametrize("make", [texts, texts_in_pieces, images])
-def test_features_wait_once(make, kind, monkeypatch):
+def test_features_wait_once(make, kind, monkeypatch, request):
     monkeypatch.setattr(gradient_terms, "piece_on", lambda _: 200)
-    check_waits(make, kind)
-
-
-@pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("make", [texts, texts_in_pieces, images])
-def test_sketches_of_factors_wait_once(make, monkeypatch):
-    monkeypatch.setattr(gradient_terms, "piece_on", lambda _: 200)
-    check_waits(make, "tensor_sketch")
-
-
-def check_waits(make, kind):
-    torch.manual_seed(0)
+    if kind == "factors":
+        request.getfixturevalue("as_on_a_gpu")
+        kind = "tensor_sketch"
     model, output, batch = make()
     parameters = select_parameters(model, None)
-    projection = projection_of(parameters, kind)
-    given = model, parameters, output, batch, projection, range(len(batch)), 1, None
+    spec = spec_for(parameters, 64, kind)
+    given = model, parameters, output, batch, spec, range(len(batch)), 1, None
     with Counted() as forward:
         batch.given_to(model)
     for _ in range(2):  # with a new plan, and with a kept one
@@ -125,10 +105,9 @@ def check_waits(make, kind):
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_sketches_add_few_operations_to_a_pass():
     """A GPU's host needs some 10 us for each."""
-    torch.manual_seed(0)
     model, output, batch = texts(n_layers=12)
     parameters = select_parameters(model, None)
-    given = model, parameters, output, batch, projection_of(parameters, "tensor_sketch")
+    given = model, parameters, output, batch, spec_for(parameters, 64, "tensor_sketch")
     queued_features(gradients_at_once, *given, range(len(batch)), 1, None).wait()
     with Counted() as counted:
         queued_features(gradients_at_once, *given, range(len(batch)), 1, None).wait()

@@ -1,14 +1,13 @@
 """Large models: weights are read one at a time, into the model itself."""
 
 import json
-import subprocess
 import sys
 
 import pytest
 import torch
+from patience import run_python
 from refused import refused
-from safetensors.torch import save_file
-from stored_weights import read_state_dict
+from stored_weights import read_state_dict, save
 from torch import nn
 
 from trak_core.study.load_checkpoint import _is_finite, load_checkpoint
@@ -40,7 +39,7 @@ def saved(folder, dtype=torch.float32, prefix="", **changed):
     names = sorted(state)
     shards = {"model-1.safetensors": names[:4], "model-2.safetensors": names[4:]}
     for file, keys in shards.items():
-        save_file({key: state[key] for key in keys}, folder / file, metadata={"format": "pt"})
+        save({key: state[key] for key in keys}, folder / file)
     index = {"weight_map": {key: file for file, keys in shards.items() for key in keys}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return state
@@ -49,6 +48,7 @@ def saved(folder, dtype=torch.float32, prefix="", **changed):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("prefix", ["", "module."])
 def test_weights_are_read_into_the_model_itself(tmp_path, dtype, prefix, monkeypatch):
+    """Those of tied parameters are needed once."""
     state = saved(tmp_path, dtype, prefix)
     monkeypatch.delattr("trak_core.study.load_checkpoint.load_state_dict")
     model = Net()
@@ -84,11 +84,11 @@ def test_what_is_wrong_with_streamed_weights_is_refused(tmp_path):
         load_checkpoint(Net(), tmp_path)
     state = Net().state_dict()
     state["head.weight"] = state["head.weight"] + 1
-    save_file(state, tmp_path / "a.safetensors")
+    save(state, tmp_path / "a.safetensors")
     with refused("study.checkpoint_tied", "embedding.weight, head.weight"):
         load_checkpoint(Net(), tmp_path / "a.safetensors")
     state["head.weight"] = state["embedding.weight"].clone()
-    save_file(state, tmp_path / "a.safetensors")
+    save(state, tmp_path / "a.safetensors")
     load_checkpoint(model := Net(), tmp_path / "a.safetensors")
     assert torch.equal(model.head.weight, state["head.weight"])
 
@@ -125,9 +125,6 @@ print(peak() - built)
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux says how much memory a process takes")
 def test_a_job_holds_weights_once(tmp_path):
     path = tmp_path / "weights.safetensors"
-    save_file({f"{i}.weight": torch.ones(4096, 4096) for i in range(5)}, path)
-    done = subprocess.run(
-        [sys.executable, "-c", JOB, str(path)], capture_output=True, text=True, check=True
-    )
+    save({f"{i}.weight": torch.ones(4096, 4096) for i in range(5)}, path)
     # In MiB; a second copy would be 320.
-    assert float(done.stdout) < 100
+    assert float(run_python(JOB, str(path)).stdout) < 100

@@ -3,21 +3,21 @@
 import hashlib
 import os
 import shutil
-import subprocess
-import sys
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from projections import KINDS, SEED, real_gradients, spec_of
+from patience import run_python
+from projections import KINDS, SEED, real_gradients, spec_of, spec_with
 
 import trak_core
-from trak_core.projection import project
+from trak_core.projection import back_project, project
 from trak_core.projection.cpu.project import _slice_rows, slice_length
 from trak_core.projection.reference import philox4x32_reference, projection_matrix
-from trak_core.settings import ProjectionSpec
+from trak_core.settings import ProjectionKind
 
 # Odd, prime and off-by-one sizes: no block of coordinates, samples or columns divides them.
 SHAPES = [(1, 1, 1), (3, 31, 5), (2, 127, 7), (9, 129, 33), (7, 257, 64), (17, 1000, 130)]
@@ -89,9 +89,7 @@ def test_a_hadamard_entry_is_the_product_of_three_signs():
 
 def test_an_entry_of_a_tensor_sketch_is_two_signs_in_the_sum_of_two_buckets():
     shapes, k, i, j = [(3, 5), (300, 40), (7, 1)], 48, 130, 39
-    spec = ProjectionSpec(
-        kind="tensor_sketch", n_params=12022, proj_dim=k, seed=SEED, stream=9, shapes=shapes
-    )
+    spec = spec_with(shapes, k, seed=SEED, stream=9)
     column, sign = 0, 1
     for q, index in ((2, i), (3, j)):  # the second parameter's rows, and its columns
         run = range(index // k * k, index // k * k + k)
@@ -254,8 +252,7 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 project([rows[:, : 2**20 + 1], rows[:, 2**20 + 1 :]], spec, out=out, threads=2)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
-    assert int(run.stdout) < 12 * 2**10
+    assert int(run_python(program).stdout) < 12 * 2**10
 
 
 @pytest.mark.gate
@@ -273,10 +270,7 @@ print(sum(kernel.stats.cache_hits.values()), sum(kernel.stats.cache_misses.value
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
 
     def hits_and_misses():
-        command = [sys.executable, "-c", program]
-        run = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, check=True, text=True
-        )
+        run = run_python(program, cwd=tmp_path, env=environment)
         return [int(number) for number in run.stdout.split()]
 
     assert hits_and_misses() == [0, 1]
@@ -284,3 +278,21 @@ print(sum(kernel.stats.cache_hits.values()), sum(kernel.stats.cache_misses.value
     with (package / "projection/cpu/simd_lanes.py").open("a") as file:
         file.write("_ANOTHER = 1\n")
     assert hits_and_misses() == [0, 1]
+
+
+@pytest.mark.parametrize("kind", ProjectionKind)
+def test_back_projection_is_by_the_transpose(kind, monkeypatch):
+    """Directions of vectors among the parameters are R's own rows times them."""
+    # Some rows of a matrix at a time.
+    monkeypatch.setattr(import_module("trak_core.projection.project"), "_ENTRIES", 20)
+    shapes = [(5, 7), (1, 3), (40, 2), (3, 33)]
+    sizes = [rows * columns for rows, columns in shapes]
+    spec = spec_with(shapes, sum(sizes) if kind is ProjectionKind.IDENTITY else 16, kind)
+    vectors = np.random.default_rng(0).integers(-4, 5, (3, spec.proj_dim)).astype(np.float32)
+    matrix = projection_matrix(spec)
+    for size, end in zip(sizes, np.cumsum(sizes).tolist(), strict=True):
+        actual = back_project(torch.from_numpy(vectors), spec, end - size, size)
+        expected = vectors.astype(np.float64) @ matrix[end - size : end].T
+        # Sums of small integers are exact, except for numbers of the kind normal.
+        bound = 1e-6 * np.abs(expected).max() if kind is ProjectionKind.NORMAL else 0
+        assert np.abs(actual.numpy() - expected).max() <= bound

@@ -127,42 +127,31 @@ def test_matrix_is_the_definition_and_the_cpus_bit_for_bit(name, offset, seed, s
 
 
 # Float32 of other kernels than the tensor cores', which split it, is summed exactly at every width.
-@pytest.mark.parametrize(
-    ("name", "dtype", "n_samples", "n", "offset"),
-    [
-        *((name, torch.float32, 1, 1, 0) for name in EXACT),
-        *(
-            (name, dtype, 9, 197, FAR + 3)
-            for name in EXACT
-            for dtype in DTYPES[name != "tensor_core" :]
-        ),
-    ],
-    ids=str,
-)
-def test_sums_of_integers_are_exact(name, dtype, n_samples, n, offset, use):
-    spec = use(name, offset + n)
+SUMS = [
+    *((name, torch.float32, 1, 1, 0, None) for name in EXACT),
+    *(
+        (name, dtype, 9, 197, FAR + 3, None)
+        for name in EXACT
+        for dtype in DTYPES[name != "tensor_core" :]
+    ),
+    *(
+        (name, torch.float32, 2, 140, FAR, proj_dim)
+        for name in ("portable-rademacher", "portable-normal", "tensor_core")
+        for proj_dim in (1, 2, 16, 33, 130)
+    ),
+    *(("hadamard", torch.float32, 2, 140, FAR, proj_dim) for proj_dim in (1, 2, 16, 64)),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "n_samples", "n", "offset", "proj_dim"), SUMS, ids=str)
+def test_sums_of_integers_are_exact_at_every_width(
+    name, dtype, n_samples, n, offset, proj_dim, use
+):
+    spec = use(name, offset + n, proj_dim=proj_dim or CASES[name][1]["proj_dim"])
     gradients = integers(n_samples, n, dtype)
-    actual = projected(gradients, spec, offset)
-    np.testing.assert_array_equal(actual, exact(gradients, spec, offset))
-
-
-@pytest.mark.parametrize(
-    ("name", "proj_dim"),
-    [
-        *(
-            (name, proj_dim)
-            for name in ("portable-rademacher", "portable-normal", "tensor_core")
-            for proj_dim in (1, 2, 16, 33, 130)
-        ),
-        *(("hadamard", proj_dim) for proj_dim in (1, 2, 16, 64)),
-    ],
-)
-def test_every_width(name, proj_dim, use):
-    spec = use(name, FAR + 140, proj_dim=proj_dim)
-    gradients = integers(2, 140)
-    actual, expected = projected(gradients, spec, FAR), exact(gradients, spec, FAR)
-    error = np.linalg.norm(actual - expected) / np.linalg.norm(expected)
-    assert error <= (1e-6 if name == "portable-normal" else 0)
+    actual, expected = projected(gradients, spec, offset), exact(gradients, spec, offset)
+    bound = 1e-6 if name == "portable-normal" else 0
+    assert np.linalg.norm(actual - expected) <= bound * np.linalg.norm(expected)
 
 
 @pytest.mark.parametrize("proj_dim", [512, 8192, 16384])

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from projections import KINDS, spec_of
+from projections import KINDS, spec_of, spec_with
 
 from trak_core.projection import project
 from trak_core.projection.reference import projection_matrix
-from trak_core.settings import ProjectionSpec, stream_of
+from trak_core.settings import stream_of
 
 
 def of_pairs(x, y):
@@ -89,11 +89,9 @@ def test_norms_and_inner_products_are_distorted_as_theory_says(kind, family):
 @pytest.mark.parametrize("shapes", [[(20, 3)], [(3, 20)], [(20, 1), (8, 5)], [(24, 24)]])
 def test_sides_longer_than_a_tensor_sketch_cost_what_theory_says(shapes):
     """Norms and inner products, of gradients that are close to each other."""
-    n_params, n_streams = sum(n0 * n1 for n0, n1 in shapes), 1500
-    rows = np.random.default_rng(4).standard_normal((2, n_params)).astype(np.float32)
+    spec, n_streams = spec_with(shapes, 8, seed=1, stream=0), 1500
+    rows = np.random.default_rng(4).standard_normal((2, spec.n_params)).astype(np.float32)
     rows += 2 * rows.mean(0)
-    sizes = {"n_params": n_params, "proj_dim": 8, "shapes": shapes}
-    spec = ProjectionSpec(kind="tensor_sketch", **sizes, seed=1, stream=0)
     streams = [replace(spec, stream=stream) for stream in range(n_streams)]
     projected = [project(rows, own, scale=True).astype(np.float64) for own in streams]
     rows = rows.astype(np.float64)

@@ -3,21 +3,14 @@
 import numpy as np
 import pytest
 import torch
+from projections import spec_with
 
 from trak_core.projection import OuterProducts, project, tensor_sketch
 from trak_core.projection.reference import projection_matrix
-from trak_core.projection.tensor_sketch import _add_transforms, _fill_counts, add_rows
+from trak_core.projection.tensor_sketch import _fill_counts, add_rows
 from trak_core.settings import ProjectionSpec
 
 CPU = torch.device("cpu")
-
-
-def spec_of(shapes, proj_dim, **other):
-    n_params = sum(n0 * n1 for n0, n1 in shapes)
-    fields = {"seed": 3, "stream": 5} | other
-    return ProjectionSpec(
-        kind="tensor_sketch", n_params=n_params, proj_dim=proj_dim, shapes=shapes, **fields
-    )
 
 
 def factors(shapes, n_samples, n_tokens):
@@ -26,6 +19,13 @@ def factors(shapes, n_samples, n_tokens):
         tuple(torch.randn(n_samples, n_tokens, n, generator=generator) for n in shape)
         for shape in shapes
     ]
+
+
+def sketches(pairs, spec):
+    sums = OuterProducts(spec, len(pairs[0][0]), CPU)
+    for number, (a, b) in enumerate(pairs):
+        sums.add_products(number, a, b)
+    return sums.total().double()
 
 
 # By Numba's kernels, or by torch as on a GPU.
@@ -41,7 +41,7 @@ def test_factors_give_the_sketch_of_what_they_stand_for(
     proj_dim, n_samples, n_tokens, by_kernels, monkeypatch
 ):
     monkeypatch.setattr(tensor_sketch, "_has_kernels", lambda _: by_kernels)
-    spec, pairs = spec_of(SHAPES, proj_dim), factors(SHAPES, n_samples, n_tokens)
+    spec, pairs = spec_with(SHAPES, proj_dim), factors(SHAPES, n_samples, n_tokens)
     formed = torch.cat([(a.mT @ b).flatten(1) for a, b in pairs], dim=1)
     expected = formed.numpy().astype(float) @ projection_matrix(spec)
     # What is added up, without cancellation.
@@ -50,17 +50,7 @@ def test_factors_give_the_sketch_of_what_they_stand_for(
     for piece in (1, 8, 2 * n_samples * n_tokens, 2**19):
         for name in ("_PIECE", "_PIECE_OF_GPU"):
             monkeypatch.setattr(tensor_sketch, name, piece * proj_dim)
-        sums = OuterProducts(spec, n_samples, CPU)
-        for number, (a, b) in enumerate(pairs):
-            sums.add_products(number, a, b)
-        assert (np.abs(sums.total().numpy() - expected) <= 1e-6 * size).all()
-
-
-def sketches(pairs, spec):
-    sums = OuterProducts(spec, len(pairs[0][0]), CPU)
-    for number, (a, b) in enumerate(pairs):
-        sums.add_products(number, a, b)
-    return sums.total().double()
+        assert (np.abs(sketches(pairs, spec).numpy() - expected) <= 1e-6 * size).all()
 
 
 @BOTH_WAYS
@@ -68,7 +58,7 @@ def sketches(pairs, spec):
 def test_factors_of_any_size_are_sketched_as_exactly(exponents, by_kernels, monkeypatch):
     """Powers of ten whose squares float32 doesn't hold; other tokens keep their own precision."""
     monkeypatch.setattr(tensor_sketch, "_has_kernels", lambda _: by_kernels)
-    spec, pairs = spec_of(SHAPES, 64), factors(SHAPES, 2, 6)
+    spec, pairs = spec_with(SHAPES, 64), factors(SHAPES, 2, 6)
     scaled = [tuple(side.double() for side in pair) for pair in pairs]
     for sides in scaled:
         for side, exponent in zip(sides, exponents, strict=True):
@@ -83,7 +73,7 @@ def test_factors_of_any_size_are_sketched_as_exactly(exponents, by_kernels, monk
 @BOTH_WAYS
 def test_a_factor_beside_zeros_adds_nothing_unless_it_is_not_finite(by_kernels, monkeypatch):
     monkeypatch.setattr(tensor_sketch, "_has_kernels", lambda _: by_kernels)
-    spec, pairs = spec_of(SHAPES, 64), factors(SHAPES, 3, 2)
+    spec, pairs = spec_with(SHAPES, 64), factors(SHAPES, 3, 2)
     expected = sketches([(a[:, :1], b[:, :1]) for a, b in pairs], spec)
     for a, b in pairs:
         a[:, 1] *= 1e6
@@ -97,7 +87,7 @@ def test_a_factor_beside_zeros_adds_nothing_unless_it_is_not_finite(by_kernels, 
 
 def test_pairs_are_counted_by_torch_as_by_the_kernels(monkeypatch):
     """What runs on a GPU: exactly, with sums of small integers and no scale."""
-    spec, generator = spec_of(SHAPES, 64), torch.Generator().manual_seed(1)
+    spec, generator = spec_with(SHAPES, 64), torch.Generator().manual_seed(1)
     for number, (n0, n1) in enumerate(SHAPES):
         a, b = (torch.randint(-3, 4, (2, 5, n), generator=generator).float() for n in (n0, n1))
         counted = [torch.empty(5, 2, 2, 64) for _ in range(2)]
@@ -110,36 +100,24 @@ def test_pairs_are_counted_by_torch_as_by_the_kernels(monkeypatch):
         assert torch.equal(together, counted[0].mT)
 
 
-@BOTH_WAYS
-def test_squares_are_summed_over_tokens(by_kernels, monkeypatch):
-    monkeypatch.setattr(tensor_sketch, "_has_kernels", lambda _: by_kernels)
-    counts = torch.randn(3, 2, 64, 2, generator=torch.Generator().manual_seed(1))
-    counts /= counts.norm(dim=2, keepdim=True)
-    expected = torch.fft.fft(torch.view_as_complex(counts.double())).square().sum(0)
-    sums = torch.zeros(2, 64, dtype=torch.complex128)
-    _add_transforms(counts, sums)
-    torch.testing.assert_close(sums, expected, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("proj_dim", [37, 256])
 def test_rows_of_a_table_are_looked_up(proj_dim):
     shapes = [(50, 12), (4, 4)]
-    spec = spec_of(shapes, proj_dim)
+    spec = spec_with(shapes, proj_dim)
     indices = torch.tensor([[0, 49, 49], [7, 7, 7]])
     right = torch.randn(2, 3, 12)
     sums = OuterProducts(spec, 2, CPU)
     sums.add_lookups(0, indices, right)
     rows = torch.nn.functional.one_hot(indices, 50).float().mT @ right
-    expected = torch.cat(
-        [rows.flatten(1), torch.zeros(2, 16)], 1
-    ).double().numpy() @ projection_matrix(spec)
+    whole = torch.cat([rows.flatten(1), torch.zeros(2, 16)], dim=1).double().numpy()
+    expected = whole @ projection_matrix(spec)
     np.testing.assert_allclose(sums.total().numpy(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_are_added_by_torch_as_by_the_kernel(dtype, monkeypatch):
     """Exactly: sums of small integers."""
-    spec = spec_of(SHAPES, 64)
+    spec = spec_with(SHAPES, 64)
     generator = torch.Generator().manual_seed(1)
     x = torch.randint(-8, 9, (3, spec.n_params), generator=generator).to(dtype)
     expected = project(x, spec)
@@ -157,17 +135,14 @@ def test_rows_are_added_by_torch_as_by_the_kernel(dtype, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_factors_of_other_precision(dtype):
-    spec, pairs = spec_of(SHAPES, 64), factors(SHAPES, 2, 3)
+    spec, pairs = spec_with(SHAPES, 64), factors(SHAPES, 2, 3)
     pairs = [tuple(side.to(dtype) for side in pair) for pair in pairs]
-    actual, expected = (OuterProducts(spec, 2, CPU) for _ in range(2))
-    for number, (a, b) in enumerate(pairs):
-        actual.add_products(number, a, b)
-        expected.add_products(number, a.float(), b.float())
-    torch.testing.assert_close(actual.total(), expected.total())
+    expected = sketches([tuple(side.float() for side in pair) for pair in pairs], spec)
+    torch.testing.assert_close(sketches(pairs, spec), expected)
 
 
 def test_a_spec_comes_back_from_json():
-    spec = spec_of(SHAPES, 64)
+    spec = spec_with(SHAPES, 64)
     assert ProjectionSpec(**spec.as_dict()) == spec
     assert spec.scaled()["scale"] == "1"
     assert hash(spec) == hash(ProjectionSpec(**spec.as_dict()))

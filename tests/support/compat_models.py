@@ -2,6 +2,7 @@
 
 import functools
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -97,6 +98,13 @@ def injected(base, n_params, proj_dim, seed=0):
             pass
 
     return Injected()
+
+
+def close(values, expected, tolerance=1e-4):
+    """Compare arrays, with differences in units of the largest entry."""
+    values, expected = np.asarray(values, np.float64), np.asarray(expected, np.float64)
+    assert values.shape == expected.shape
+    assert np.abs(values - expected).max() <= tolerance * np.abs(expected).max()
 
 
 SETTINGS = {

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -41,3 +42,9 @@ def run(
             process.kill()
             raise
     return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def run_python(code: str, *arguments: str, **how: Any) -> subprocess.CompletedProcess[str]:
+    """Run code in a process of its own, whose output is captured, and which must succeed."""
+    how = {"capture_output": True, "text": True, "check": True} | how
+    return subprocess.run([sys.executable, "-c", code, *arguments], **how)
