@@ -176,18 +176,6 @@ def test_a_file_cut_short_is_found(copy):
                 pass
 
 
-def test_verify_knows_every_kind_of_file(copy):
-    for name, file in FILES.items():
-        path, kind = copy(file), getattr(artifacts, name)
-        assert verify(path).encoding_type == kind.encoding_type
-        assert verify(path).keys == kind.keys
-        data, in_use = bytearray(path.read_bytes()), data_bytes(path)
-        data[np.flatnonzero(in_use)[in_use.sum() // 2]] ^= 1
-        path.write_bytes(data)
-        with pytest.raises(ArtifactError, match=r"must be complete and unchanged"):
-            verify(path)
-
-
 def test_the_page_makes_sure_of_all_results(results, tmp_path, monkeypatch):
     page = (Path(__file__).parents[2] / "docs/how-to/faults.md").read_text()
     code = page.split("```python\n")[1].split("```")[0]

@@ -21,19 +21,6 @@ from trak_core.study.dataset_split import Split
 models = pytest.importorskip("models", reason="needs transformers, which `make test` has")
 N_TRAIN, N_TARGETS, PROJ_DIM = 64, 5, 32
 
-STUDY = """
-import models, torch
-
-def make_model():
-    return getattr(models, {name!r})().to(torch.{dtype})
-
-def train_data():
-    return [models.sample({name!r}, i, torch.{dtype}) for i in range({n_train})]
-
-def target_data():
-    stop = {n_train} + {n_targets}
-    return [models.sample({name!r}, i, torch.{dtype}) for i in range({n_train}, stop)]
-"""
 # The name in models of a model and its samples, and the model output.
 CASES = {
     "ResNet": ("resnet", "image_classification"),
@@ -82,7 +69,7 @@ class Case:
         make, self.output = CASES[name]
         self.study, self.checkpoint = folder / "study.py", folder / "c0.pt"
         self.name, sizes = make, {"n_train": N_TRAIN, "n_targets": N_TARGETS}
-        self.study.write_text(STUDY.format(name=make, dtype=dtype, **sizes))
+        self.study.write_text(models.STUDY.format(name=make, dtype=dtype, **sizes))
         self.model = getattr(models, make)().to(getattr(torch, dtype))
         torch.save(self.model.state_dict(), self.checkpoint)
 

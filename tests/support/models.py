@@ -14,6 +14,21 @@ from transformers import (
 )
 
 TOKENS, CLASSES = 12, 5
+STUDY = """
+import models, torch
+
+def make_model():
+    return getattr(models, {name!r})().to(torch.{dtype})
+
+def train_data():
+    return [encode(i) for i in range({n_train})]
+
+def target_data():
+    return [encode(i) for i in range({n_train}, {n_train} + {n_targets})]
+
+def encode(number):
+    return models.sample({name!r}, number, torch.{dtype})
+"""
 
 
 class Segmenter(nn.Module):
