@@ -112,42 +112,34 @@ def read(file):
 PRECISION = {"float32": 1e-5, "float16": 2e-2, "bfloat16": 1e-1}
 
 
-# Every model in float32 and in one of the 16-bit types.
+# Every model in float32 and in a 16-bit type; sketches by factors and by formed gradients.
 SHORT = dict(zip(CASES, 3 * ("float16", "bfloat16"), strict=True))
-IN_TYPES = [(name, dtype) for name in CASES for dtype in ("float32", SHORT[name])]
+WAYS = [
+    *((name, dtype, "rademacher", True) for name in CASES for dtype in ("float32", SHORT[name])),
+    *(
+        (name, "float32", "tensor_sketch", by_factors)
+        for name in CASES
+        for by_factors in (True, False)
+    ),
+    ("GPT-2", "bfloat16", "tensor_sketch", True),
+]
 
 
 @pytest.mark.gate
-@pytest.mark.parametrize(("name", "dtype"), IN_TYPES)
-def test_features_equal_plain_autograd(name, dtype, tmp_path):
+@pytest.mark.parametrize(("name", "dtype", "kind", "by_factors"), WAYS)
+def test_features_equal_plain_autograd(name, dtype, kind, by_factors, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "trak_core.attribution.project_gradients.prefers_factors", lambda *_: by_factors
+    )
     case = Case(name, dtype, tmp_path)
-    features, outputs, weights, labels, predictions = read(case.features(tmp_path, batch_size=48))
-    expected, f, q = case.expected(16)
+    file = case.features(tmp_path, batch_size=48 if kind == "rademacher" else 9, kind=kind)
+    features, outputs, weights, labels, predictions = read(file)
+    expected, f, q = case.expected(16, kind)
     for found, wanted in ((features[:16], expected), (outputs[:16], f), (weights[:16], q)):
         np.testing.assert_allclose(found, wanted, rtol=0, atol=PRECISION[dtype] * abs(wanted).max())
     assert features.shape == (N_TRAIN, PROJ_DIM)
     assert np.isfinite(features).all()
     assert labels.shape == predictions.shape == (N_TRAIN,)
-
-
-@pytest.mark.gate
-@pytest.mark.parametrize(
-    ("name", "dtype", "by_factors"),
-    [
-        *((name, "float32", by_factors) for name in CASES for by_factors in (True, False)),
-        ("GPT-2", "bfloat16", True),
-    ],
-)
-def test_tensor_sketches_equal_plain_autograd(name, dtype, by_factors, tmp_path, monkeypatch):
-    """By factors, or by formed gradients."""
-    monkeypatch.setattr(
-        "trak_core.attribution.project_gradients.prefers_factors", lambda *_: by_factors
-    )
-    case = Case(name, dtype, tmp_path)
-    features, *_ = read(case.features(tmp_path, batch_size=9, kind="tensor_sketch"))
-    expected, *_ = case.expected(16, "tensor_sketch")
-    allowed = PRECISION[dtype] * abs(expected).max()
-    np.testing.assert_allclose(features[:16], expected, rtol=0, atol=allowed)
 
 
 @pytest.mark.gate

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from own_checkpoints import own_study, save_own_checkpoint
 from pipeline import read_scores
-from read_only import check_reader, linux_alone
 from workspace import Workspace, scoring
 
 
@@ -172,27 +171,3 @@ def test_paths_that_a_shell_would_run_and_a_results_folder_elsewhere(tmp_path):
     assert (elsewhere / "normal_matrix/c0.h5").is_file()
     assert not [p for p in tmp_path.rglob("*") if p.name == "ran"]
     assert not Path("ran").exists()
-
-
-@linux_alone
-def test_results_that_may_only_be_read(own, tmp_path):
-    """A colleague's: what is there is planned from; what must be made is refused."""
-    theirs = own.copy(tmp_path / "theirs")
-    mine = Workspace.make(tmp_path / "mine", "diabetes.py", theirs.config)
-    shutil.copytree(theirs.path("mine"), mine.path("mine"))
-    mine.config |= {"results": str(theirs.path("results"))}
-    mine.run("scores", "-n")  # writes the config
-    # As of an earlier version, and of a start elsewhere: there is something to write.
-    for name in ("checkpoints.json", "study.json"):
-        theirs.path(f"results/{name}").unlink(missing_ok=True)
-    call = ["-m", "snakemake", "scores", "--cores", "1", "--configfile", "study.yaml"]
-    call += ["--snakefile", mine.snakefile]
-    new = ["--config", 'experiments={"new": {"targets": ["patient-350"]}}']
-    denied = f"Found Permission denied at {mine.config['results']}. Make the"
-    calls = [
-        ([*call, "-n"], 0, "Nothing to be done"),
-        (call, 0, "Nothing to be done"),
-        ([*call, "-n", *new], 0, "new"),
-        ([*call, *new], 1, denied),
-    ]
-    check_reader(theirs.path("results"), mine.folder, calls)
