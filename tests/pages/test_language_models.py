@@ -13,8 +13,10 @@ from workspace import Workspace
 def test_the_page_on_language_models(tmp_path, monkeypatch):
     workspace = Workspace.make(tmp_path / "study", "diabetes.py", {})
     page = "docs/how-to/language-models.md"
-    # A checkpoint of the Trainer's less.
+    # A checkpoint of the Trainer's less, and a fifth of the texts in as many steps.
     less = {"manual-out 3": "manual-out 2", "manual-out/checkpoint-60": "manual-out/checkpoint-40"}
+    less |= {r"\[:600\]": "[:200]", r"\[:500\]": "[:100]", r"\[500:\]": "[100:]"}
+    less |= {r"\[:300\]": "[:60]", "batch_size=25": "batch_size=5"}
     (printed,) = follow(page, workspace.folder, monkeypatch, less)
     influences = printed.splitlines()
     assert [line[0] for line in influences] == ["+"] * 3 + ["-"] * 3
