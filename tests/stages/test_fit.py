@@ -228,7 +228,10 @@ def report_of(folder, kind, data, net, **settings):
     return page.text, BAD in page.headings
 
 
-SHOWN = [case for case in CASES if case[0] in ("regression", "language_modelling")]
+SHOWN = [
+    *(("regression", spoiled) for spoiled in ("", "label in other units")),
+    *(("language_modelling", spoiled) for spoiled in ("", "other ids")),
+]
 
 
 @pytest.mark.parametrize(("kind", "spoiled"), SHOWN)
