@@ -45,14 +45,6 @@ def cut(path):
     path.write_bytes(path.read_bytes()[:-300])
 
 
-def flipped(path):
-    state = network().state_dict()
-    save(path, state)
-    data = bytearray(path.read_bytes())
-    data[data.index(state["0.weight"].numpy().tobytes())] ^= 1
-    path.write_bytes(data)
-
-
 def marked_as_folder(path):
     """torch alone returns memory that nothing was read into."""
     save(path)
@@ -144,7 +136,6 @@ CHECKPOINTS = {
         scripted,
         r"with TorchScript archives passed to ``torch\.load``\. Copy it again",
     ),
-    "a flipped bit": (flipped, r"the checksum of its part \S*/data/0 is wrong: the file"),
     "a part marked as a folder": (marked_as_folder, r"its parts are compressed or folders"),
     "a bomb": (bomb, r"its parts are compressed or folders, which torch\.save never writes"),
     "a pickle that runs code": (
