@@ -7,11 +7,10 @@ import h5py
 import numpy as np
 import pandas as pd
 from linear_study import SPEC, with_two_checkpoints
-from pipeline import ON_CPU, run_exact_stages, run_stages
+from pipeline import ON_CPU, run_exact_stages, run_stages, token_scores
 from workspace import REPOSITORY
 
 from trak_core.stages.compute_outputs import compute_outputs
-from trak_core.stages.compute_token_scores import compute_token_scores
 from trak_core.stages.select_targets import select_targets
 
 PAGE = (REPOSITORY / "docs/reference/files.md").read_text()
@@ -122,16 +121,9 @@ def test_files_that_other_settings_leave(tmp_path):
     compute_outputs(outputs=outputs, **given, **ON_CPU)
     given = {"outputs": [outputs], "spec": spec, "experiment": "mine", "where": "label != 0"}
     select_targets(targets=unit / "targets/mine.h5", **given, targets_digest="", code="code")
-    of_checkpoints = {
-        "train_paths": [kept / f"features/{name}/train.h5" for name in checkpoints],
-        "targets_paths": [kept / f"features/{name}/mine.h5" for name in checkpoints],
-        "normal_matrices": [kept / f"normal_matrix/{name}.h5" for name in checkpoints],
-    }
-    paths = {name: kept / f"{name}/mine.h5" for name in ("token_scores", "scores")}
-    given = {"checkpoints": list(checkpoints.values()), "spec": SPEC, "study_file": study}
-    compute_token_scores(**paths, **of_checkpoints, **given, **ON_CPU)
+    path = token_scores(kept, study, checkpoints, SPEC)
     # No text has tokens here.
-    assert set(pd.read_hdf(kept / "token_scores/mine.h5", "tokens")["token"]) == {-1}
+    assert set(pd.read_hdf(path, "tokens")["token"]) == {-1}
     in_unit = {"outputs/{checkpoint}.h5", "targets/{experiment}.h5"}
     assert in_unit <= check_run(unit)
     assert "gramian/{checkpoint}/{split}.h5" in check_run(exact)

@@ -6,7 +6,7 @@ import shutil
 import pandas as pd
 from pages import blocks, follow
 from report_page import Page
-from workspace import REPOSITORY, Workspace
+from workspace import FORKS, REPOSITORY, Workspace
 
 from trak_core.study.study import Study
 
@@ -31,7 +31,7 @@ def test_the_page_on_planted_facts(tmp_path, monkeypatch):
     config.write_text(both.replace("  seed1: {seed: 1}\n", ""))
     assert config.read_text() != both
     page = "docs/explanation/planted-facts.md"
-    (ranks,) = follow(page, workspace.folder, monkeypatch)
+    (ranks,) = follow(page, workspace.folder, monkeypatch, more=FORKS)
     rows = re.findall(r"^(\w+) +(\S+) +(\S+)$", ranks, flags=re.M)
     shown = next(text for info, text in blocks(page) if info == "text")
     assert [row[0] for row in rows] == [line.split()[0] for line in shown.splitlines()[1:]]

@@ -7,15 +7,17 @@ import h5py
 import pandas as pd
 from pages import follow
 from report_page import Page
-from workspace import Workspace
+from workspace import FORKS, Workspace
 
 
 def test_the_page_on_language_models(tmp_path, monkeypatch):
     workspace = Workspace.make(tmp_path / "study", "diabetes.py", {})
     page = "docs/how-to/language-models.md"
-    # A checkpoint of the Trainer's less.
+    # A checkpoint of the Trainer's less, and a fifth of the texts in as many steps.
     less = {"manual-out 3": "manual-out 2", "manual-out/checkpoint-60": "manual-out/checkpoint-40"}
-    (printed,) = follow(page, workspace.folder, monkeypatch, less)
+    less |= {r"\[:600\]": "[:200]", r"\[:500\]": "[:100]", r"\[500:\]": "[100:]"}
+    less |= {r"\[:300\]": "[:60]", "batch_size=25": "batch_size=5"}
+    (printed,) = follow(page, workspace.folder, monkeypatch, less, FORKS)
     influences = printed.splitlines()
     assert [line[0] for line in influences] == ["+"] * 3 + ["-"] * 3
     answer = Page(workspace.path("results-manual/answers/five.html").read_text())

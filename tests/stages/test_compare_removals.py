@@ -8,14 +8,12 @@ import pytest
 import torch
 from pipeline import read_scores
 from refused import refused
-from small_run import ARGUMENTS, RETRAINED, STUDY, embeddings_spec, margin
-from torch.utils.data import Subset
+from small_run import RETRAINED, STUDY, embeddings_spec, margins
 
 from trak_core.artifacts import ArtifactError
 from trak_core.evaluation.intervals import mean_interval
 from trak_core.runtime.files import write_csv
 from trak_core.stages.compare_removals import compare_removals
-from trak_core.stages.compute_outputs import compute_embeddings
 from trak_core.stages.retrain import listed_rows, retrain
 from trak_core.study.retraining_draws import random_removal, training_seed
 
@@ -48,19 +46,13 @@ def test_removals_for_targets_agree_with_a_loop(run, tmp_path):
     target, size = targets[2], 30
     column = read_scores(run.scores)[target].to_numpy()
     gone = [i for i in np.argsort(-column) if column[i] > 0][:size]
-    image, label = run.study.split("mine", [target]).batch(0, 1)
 
-    def trained(rows, repeat):
-        data = Subset(run.train.samples, rows)
-        seed = training_seed(1, 0, repeat)
-        model = run.study.function("train")(**ARGUMENTS, seed=seed, data=data).eval()
-        with torch.no_grad():
-            logits = model(image)[0]
-        return margin(logits, label[0]).item(), int(logits.argmax())
+    def trained(mask, repeat):
+        logits, labels = run.trained_on(mask, training_seed(1, 0, repeat))
+        return margins(logits, labels)[2], int(logits[2].argmax())
 
-    everything = list(range(len(column)))
-    kept = [i for i in everything if i not in gone]
-    pairs = [(trained(everything, r), trained(kept, r)) for r in range(seeds)]
+    kept = ~np.isin(np.arange(150), gone)
+    pairs = [(trained(np.ones(150), r), trained(kept, r)) for r in range(seeds)]
     table = table.set_index(["measure", "subset", "n", "target_id"])["mean"].sort_index()
     changes = [b[0] - a[0] for a, b in pairs]
     assert abs(table["change", "top", size, target] - np.mean(changes)) < 1e-3
@@ -92,12 +84,9 @@ def test_removals_by_baselines_are_compared_with_those_by_scores(run, tmp_path):
     target_ids, size = run.targets[:2], 5
     jobs = {"study_file": study, "code": "code", "batch_size": 64, "threads": 1}
     spec = replace(RETRAINED, seeds=2, seed=1, n_removed=[size], draws=1)
-    embeddings = [tmp_path / f"embeddings-{c}.h5" for c in run.checkpoints]
-    about = embeddings_spec(run)
-    for (name, checkpoint), path in zip(run.checkpoints.items(), embeddings, strict=True):
-        given = {"checkpoint": checkpoint, "spec": about.under(name), "device": "cpu"}
-        compute_embeddings(embeddings=path, **given, **jobs)
-    of_embeddings = {"embeddings_spec": about.as_dict(), "checkpoints": [*run.checkpoints]}
+    embeddings = run.embeddings(tmp_path, study)
+    about = embeddings_spec(run).as_dict()
+    of_embeddings = {"embeddings_spec": about, "checkpoints": [*run.checkpoints]}
     naming = {
         "top": [{"scores_spec": run.spec.as_dict(), "target_ids": target_ids}],
         "random": [{}],
@@ -166,15 +155,10 @@ def removals_by_list(run, folder, kind, n_draws):
 
 def by_hand(run, chosen, draw):
     """Return accuracy, loss and output of one model for each target, by plain torch."""
-    data = Subset(run.train.samples, np.flatnonzero(chosen).tolist())
-    model = run.study.function("train")(**ARGUMENTS, seed=training_seed(0, 0, draw), data=data)
-    images, labels = run.study.split("mine", run.targets).batch(0, len(run.targets))
-    with torch.no_grad():
-        logits = model.eval()(images)
-    outputs = [margin(x, y).item() for x, y in zip(logits, labels, strict=True)]
-    losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
-    right = (logits.argmax(1) == labels).double()
-    return {"accuracy": right.numpy(), "target_loss": losses.numpy(), "output": np.array(outputs)}
+    logits, labels = run.trained_on(chosen, training_seed(0, 0, draw))
+    losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none").numpy()
+    right = (logits.argmax(1) == labels).double().numpy()
+    return {"accuracy": right, "target_loss": losses, "output": margins(logits, labels)}
 
 
 def test_models_of_a_list_are_those_trained_by_hand(run, listed):

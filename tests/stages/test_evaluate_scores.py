@@ -19,31 +19,23 @@ from small_run import (
     RETRAINED,
     STUDY,
     SUBSETS,
-    embeddings_spec,
     loss_weights,
-    margin,
+    margins,
     stored,
 )
 
 from trak_core.artifacts import ArtifactError
 from trak_core.evaluation.baselines import bm25_scores
-from trak_core.stages.compute_outputs import compute_embeddings
 from trak_core.stages.retrain import retrain
 
 
 @pytest.fixture(scope="module")
 def evaluated(run):
-    embeddings = []
-    job = {"study_file": STUDY, "code": "code", "device": "cpu", "batch_size": 7, "threads": 1}
-    for checkpoint, path in run.checkpoints.items():
-        embeddings.append(run.folder / f"embeddings-{checkpoint}.h5")
-        spec = embeddings_spec(run).under(checkpoint)
-        compute_embeddings(embeddings=embeddings[-1], checkpoint=path, spec=spec, **job)
     return run.evaluate(
         run.folder / "evaluation.h5",
         baselines=["random", "same_class", "gradient_dot", "embedding_cosine"],
         sweep={"damping": [0.1], "loss_weight_power": [1], "proj_dim": [20]},
-        embeddings=embeddings,
+        embeddings=run.embeddings(run.folder),
     )
 
 
@@ -81,17 +73,15 @@ def test_retraining_with_the_seeds_of_runs_uses_sample_weights(run, tmp_path):
     retrain(retrained=path, first=0, last=1, **job)
     masks, outputs = (pd.read_hdf(path, key) for key in ("masks", "outputs"))
     assert masks.sum(axis=1).tolist() == [135, 135]
-    images, labels = run.study.split("mine", run.targets).batch(0, N_TARGETS)
-    train = run.study.function("train")
+    everything = np.ones(150)
     rows = [(subset, seed) for subset in range(2) for seed in (0, 2)]
     for row, (subset, seed) in enumerate(rows):
         weights = torch.tensor(masks.to_numpy()[subset]).float()
-        model = train(**ARGUMENTS, seed=seed, sample_weights=weights).eval()
-        with torch.no_grad():
-            logits = model(images)
-        expected = [margin(x, y).item() for x, y in zip(logits, labels, strict=True)]
+        expected = margins(*run.trained_on(everything, seed, sample_weights=weights))
         assert np.abs(outputs[run.targets].to_numpy()[row] - expected).max() < 1e-3
-    own = train(**ARGUMENTS, seed=0, sample_weights=torch.ones(150)).state_dict()
+    own = run.study.function("train")(
+        **ARGUMENTS, seed=0, sample_weights=torch.ones(150)
+    ).state_dict()
     stored = torch.load(run.checkpoints["c0"], weights_only=True)
     assert all(torch.equal(own[key], value) for key, value in stored.items())
     # A `train` without weights, one that ignores them, and one that draws more numbers with them.

@@ -128,6 +128,15 @@ def explored(results, study_file, size=1.0, model_output=None, **columns):
     return explore(experiment, study, *splits)
 
 
+def written(contents, folder):
+    """Write a page, and return its file and itself."""
+    answer = folder / "answer.html"
+    answer.write_text(rendered_answer(contents, "study.py"))
+    page = Page(answer.read_text())
+    check_alone(page)
+    return answer, page
+
+
 def test_regression_has_no_helpful_or_harmful_samples(results, shown_as):
     """To raise or lower a number is neither help nor harm."""
     study, (_, answer, _) = shown_as["described"]
@@ -174,10 +183,7 @@ def test_equal_samples_are_marked(results, tmp_path):
         n_warned += warns
     assert n_marked > 3
     assert n_warned == 1
-    answer = tmp_path / "answer.html"
-    answer.write_text(rendered_answer(contents, "study.py"))
-    page = Page(answer.read_text())
-    check_alone(page)
+    answer, page = written(contents, tmp_path)
     assert len(page.all("mark")) == n_marked + n_warned
     if CHROMIUM:
         marks = "[...document.querySelectorAll('mark')].map((mark) => mark.textContent)"
@@ -231,10 +237,7 @@ def test_a_browser_filters_and_sorts(shown_as, results, tmp_path):
         "output": [0.5, -2.0, 1.0, -1.0],
     }
     contents = explored(results, shown_as["described"][0], **columns)
-    answer = tmp_path / "answer.html"
-    answer.write_text(rendered_answer(contents, "study.py"))
-    page = Page(answer.read_text())
-    check_alone(page)
+    answer, page = written(contents, tmp_path)
     marked = ["data-wrong" in a for _, a in page.elements if "target" in a.get("class", "").split()]
     assert marked == [False, True, False, True]
     assert "label 0, predicted 4, site <b>north</b>" in page.text
@@ -263,8 +266,7 @@ addEventListener("load", () => setTimeout(() => {
 def test_a_browser_reads_tiny_scores_and_keeps_the_order_of_suspects(shown_as, results, tmp_path):
     """Scores that are shown with an exponent, and harm that differs only in its last digits."""
     contents = explored(results, shown_as["described"][0], size=1e-6)
-    answer = tmp_path / "answer.html"
-    answer.write_text(rendered_answer(contents, "study.py"))
+    answer, _ = written(contents, tmp_path)
     assert any("e\N{MINUS SIGN}" in score for t in contents.targets for _, score in t["influences"])
     train = contents.experiment.tables["train"]
     widths, order, listed = in_browser(answer, tmp_path, TINY)

@@ -2,10 +2,12 @@
 
 import copy
 import re
+from functools import cache
 
 import numpy as np
 import pytest
 import torch
+from oracle import projected
 from pipeline import EXACTLY, ON_CPU, features_spec, read_scores
 from refused import refused
 from trained_cases import assert_close
@@ -16,9 +18,7 @@ from trak_core.attribution.device import Compute
 from trak_core.attribution.inner_products import inner_products
 from trak_core.attribution.label_draws import LabelDraws
 from trak_core.attribution.loaded_model import LoadedModel
-from trak_core.attribution.write_features import SampledNormal, projection_for
 from trak_core.model_outputs.model_output import ModelOutput
-from trak_core.projection.reference import projection_matrix
 from trak_core.settings import stream_of
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.join_shards import join_shards
@@ -49,16 +49,12 @@ def train_data():
 MAKE = {"causal": "gpt2(initializer_range=0.3)", "paired": "t5()"}
 
 
-def normal_of(file):
-    return file.matrix("sampled_normal")[:]
-
-
 def computed(path, study_file, checkpoint, spec, **settings):
     compute_features(
         features=path, checkpoint=checkpoint, study_file=study_file, spec=spec, **ON_CPU | settings
     )
     with open_artifact(path, FEATURES) as file:
-        return normal_of(file), file.matrix("features")[:]
+        return file.matrix("sampled_normal")[:], file.matrix("features")[:]
 
 
 def dense_rows(model, logits_of, samples):
@@ -89,12 +85,17 @@ def dense_rows(model, logits_of, samples):
     return np.reshape(rows, (len(samples), DRAWS, -1))
 
 
-def dense_normal(rows, matrix):
-    phi = rows.reshape(-1, rows.shape[2]) @ matrix
+def dense_normal(rows, k=K, checkpoint="c0"):
+    """The normal matrix of gradients (n, draws, p), projected to k dimensions or as they are."""
+    phi = rows.reshape(-1, rows.shape[2])
+    phi = phi if k is None else projected(phi, k, checkpoint=checkpoint)
     return phi.T @ phi / DRAWS
 
 
-def rows_of_case(case, checkpoint, draws):
+@cache
+def rows_of_case(case, checkpoint="c0"):
+    draws = LabelDraws(DRAWS, stream_of(checkpoint))
+
     def logits_of(model, sample, i):
         *inputs, _ = sample
         uniform = draws._uniform(case.train.ids[i], ())
@@ -104,31 +105,15 @@ def rows_of_case(case, checkpoint, draws):
     return dense_rows(case.models[checkpoint], logits_of, samples)
 
 
-def of_case(case, checkpoint="c0"):
-    """The spec, the dense normal matrix and R of a case's checkpoint."""
-    spec = features_spec(case.output, K, label_draws=DRAWS, checkpoint=checkpoint)
-    path = case.checkpoints[checkpoint]
-    loaded = LoadedModel.of_study(Study.load(case.path), path, spec, torch.device("cpu"))
-    projection = projection_for(loaded, spec)
-    matrix = projection_matrix(projection) / np.sqrt(K)
-    rows = rows_of_case(case, checkpoint, SampledNormal(projection, DRAWS).draws)
-    return spec, dense_normal(rows, matrix), matrix
-
-
-def exact_of_case(case, checkpoint="c0"):
-    """The loaded model, the spec and the dense gradients with drawn labels, for no projection."""
-    spec = features_spec(case.output, label_draws=DRAWS, checkpoint=checkpoint, **EXACTLY)
-    path = case.checkpoints[checkpoint]
-    loaded = LoadedModel.of_study(Study.load(case.path), path, spec, torch.device("cpu"))
-    return loaded, spec, rows_of_case(case, checkpoint, LabelDraws(DRAWS, stream_of(checkpoint)))
-
-
 def test_the_matrix_is_that_of_plain_autograd(case, tmp_path):
     """Also in other batches and in shards. Features are those without draws.
 
     For regression the matrix is that without draws too.
     """
-    spec, expected, matrix = of_case(case)
+    spec, expected = (
+        features_spec(case.output, K, label_draws=DRAWS),
+        dense_normal(rows_of_case(case)),
+    )
     given = case.path, case.checkpoints["c0"], spec
     normal, features = computed(tmp_path / "all.h5", *given)
     assert_close(normal, expected, 1e-4)
@@ -139,18 +124,20 @@ def test_the_matrix_is_that_of_plain_autograd(case, tmp_path):
         computed(part, *given, shard=i, n_shards=3)
     join_shards(features=tmp_path / "joined.h5", shards=parts, spec=spec, code="code")
     with open_artifact(tmp_path / "joined.h5", FEATURES) as file:
-        assert_close(normal_of(file), normal, 1e-5)
+        assert_close(file.matrix("sampled_normal")[:], normal, 1e-5)
     (j, *_), _ = case.jacobians["c0"]
-    assert_close(features, j @ matrix, 1e-4)
+    assert_close(features, projected(j, K), 1e-4)
     if case.output == "regression":
         assert_close(normal, features.T @ features, 1e-4)
 
 
 def test_inner_products_are_those_of_plain_autograd(case, capsys):
     """Also in blocks of rows and in other batches."""
-    loaded, spec, rows = exact_of_case(case)
+    spec = features_spec(case.output, label_draws=DRAWS, **EXACTLY)
+    study, path = Study.load(case.path), case.checkpoints["c0"]
+    loaded = LoadedModel.of_study(study, path, spec, torch.device("cpu"))
     (j, *_), (j_t, *_) = case.jacobians["c0"]
-    dense = np.concatenate([j, *rows.swapaxes(0, 1)])
+    dense = np.concatenate([j, *rows_of_case(case).swapaxes(0, 1)])
     given = loaded, case.train
     for targets, expected in ((None, dense @ dense.T), (case.target_split, dense @ j_t.T)):
         products, _ = inner_products(*given, targets, spec, limits(64))
@@ -175,13 +162,10 @@ def test_scores_are_those_of_the_formula(case, tmp_path, combine, k):
     scores = read_scores(case.stages(results, 2, proj_dim=k, **settings))
     similarities, weights = [], []
     for checkpoint in ("c0", "c1"):
-        if k is None:
-            matrix = np.eye(case.jacobians[checkpoint][0][0].shape[1])
-            normal = dense_normal(exact_of_case(case, checkpoint)[2], matrix)
-        else:
-            _, normal, matrix = of_case(case, checkpoint)
-        (j, f, y), (j_t, *_) = case.jacobians[checkpoint]
-        phi, targets = j @ matrix, j_t @ matrix
+        normal = dense_normal(rows_of_case(case, checkpoint), k, checkpoint)
+        (phi, f, y), (targets, *_) = case.jacobians[checkpoint]
+        if k is not None:
+            phi, targets = (projected(j, k, checkpoint=checkpoint) for j in (phi, targets))
         damped = normal + damping * np.trace(normal) / len(phi) * np.eye(len(normal))
         q = 1 / (1 + np.exp(f)) if case.output == "image_classification" else y - f
         weights.append(np.sign(q) * np.abs(q) ** power)
@@ -205,8 +189,7 @@ def test_texts_of_different_lengths(tmp_path, kind):
     torch.save(model.state_dict(), tmp_path / "c0.pt")
     spec = features_spec(output, K, label_draws=DRAWS)
     loaded = LoadedModel.of_study(study, tmp_path / "c0.pt", spec, torch.device("cpu"))
-    projection = projection_for(loaded, spec)
-    draws = LabelDraws(DRAWS, projection.stream)
+    draws = LabelDraws(DRAWS, stream_of("c0"))
     train = study.split("train", None)
 
     def logits_of(model, text, i):
@@ -215,10 +198,8 @@ def test_texts_of_different_lengths(tmp_path, kind):
             return model(text["input_ids"][None]).logits[0, :-1], uniform[1:]
         return model(**{key: value[None] for key, value in text.items()}).logits[0], uniform
 
-    matrix = projection_matrix(projection) / np.sqrt(K)
-    samples = list(enumerate(train.samples))
-    rows = dense_rows(model, logits_of, samples)
-    expected = dense_normal(rows, matrix)
+    rows = dense_rows(model, logits_of, list(enumerate(train.samples)))
+    expected = dense_normal(rows)
     given = path, tmp_path / "c0.pt", spec
     for batch_size in (1, 4):
         file = tmp_path / f"{batch_size}.h5"

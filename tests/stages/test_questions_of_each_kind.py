@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import linear_study
 import numpy as np
 import pandas as pd
 import pytest
@@ -29,42 +30,13 @@ ROWS = [
     for i, text in enumerate(["sky is blue", "the sun", "red sky is", "the grass is green"])
 ]
 QUESTION = [{"id": "q", "text": "the sky is red"}]
-PAIRS = """
-import models, torch
+OWN = f"""{linear_study.STUDY}
 
-def make_model():
-    return models.clip()
-
-def train_data():
-    return [models.sample("clip", i, torch.float32) for i in range(12)]
-
-def target_data():
-    return [models.sample("clip", i, torch.float32) for i in range(12, 15)]
-
-def encode(number):
-    return models.sample("clip", number, torch.float32)
-"""
-OWN = """
-import torch
-
-def make_model():
-    return torch.nn.Linear(3, 2)
-
-def samples(first, n):
-    torch.manual_seed(first)
-    return [(torch.randn(3), torch.randn(2)) for _ in range(n)]
-
-def train_data():
-    return samples(0, 12)
-
-def target_data():
-    return samples(1, 3)
-
-def encode(number):
-    return target_data()[number]
+def encode(row):
+    return x[row], y[row]
 
 def distance(returned, label):
-    return -((returned - label) ** 2).sum()
+    return -((returned[0] - label) ** 2)
 """
 
 
@@ -95,7 +67,9 @@ def tokens(folder):
 
 
 def pairs(folder):
-    (folder / "pairs.py").write_text(PAIRS)
+    sizes = {"n_train": 12, "n_targets": 3}
+    study = models.STUDY.format(name="clip", dtype="float32", **sizes)
+    (folder / "pairs.py").write_text(study)
     torch.save(models.clip().state_dict(), folder / "c0.pt")
     write(folder / "asked.jsonl", [{"id": "q", "number": 13}])
     return {"study": "pairs.py", "model_output": "clip", "checkpoints": {"c0": "c0.pt"}}
@@ -103,8 +77,8 @@ def pairs(folder):
 
 def own(folder):
     (folder / "own.py").write_text(OWN)
-    torch.save(torch.nn.Linear(3, 2).state_dict(), folder / "c0.pt")
-    write(folder / "asked.jsonl", [{"id": "q", "number": 1}])
+    torch.save(torch.nn.Linear(3, 1).state_dict(), folder / "c0.pt")
+    write(folder / "asked.jsonl", [{"id": "q", "row": 31}])
     words = {"function": "own.py:distance", "name": "minus the distance", "meaning": "the nearer"}
     return {"study": "own.py", "model_output": words, "checkpoints": {"c0": "c0.pt"}}
 

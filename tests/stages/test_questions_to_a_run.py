@@ -61,8 +61,9 @@ KINDS = {
     "products": {
         "scoring": {"combine": "product_of_averages", "damping": 0.1},
         "features_dtype": "int8",
+        "preconditioner": "adam",
+        "projection": {"proj_dim": 16, "kind": "tensor_sketch"},
     },
-    "adam": {"preconditioner": "adam", "projection": {"proj_dim": 16, "kind": "tensor_sketch"}},
     "exact": {"projection": "exact", "scoring": {"normalize": True}},
 }
 

@@ -21,19 +21,6 @@ from trak_core.study.dataset_split import Split
 models = pytest.importorskip("models", reason="needs transformers, which `make test` has")
 N_TRAIN, N_TARGETS, PROJ_DIM = 64, 5, 32
 
-STUDY = """
-import models, torch
-
-def make_model():
-    return getattr(models, {name!r})().to(torch.{dtype})
-
-def train_data():
-    return [models.sample({name!r}, i, torch.{dtype}) for i in range({n_train})]
-
-def target_data():
-    stop = {n_train} + {n_targets}
-    return [models.sample({name!r}, i, torch.{dtype}) for i in range({n_train}, stop)]
-"""
 # The name in models of a model and its samples, and the model output.
 CASES = {
     "ResNet": ("resnet", "image_classification"),
@@ -82,7 +69,7 @@ class Case:
         make, self.output = CASES[name]
         self.study, self.checkpoint = folder / "study.py", folder / "c0.pt"
         self.name, sizes = make, {"n_train": N_TRAIN, "n_targets": N_TARGETS}
-        self.study.write_text(STUDY.format(name=make, dtype=dtype, **sizes))
+        self.study.write_text(models.STUDY.format(name=make, dtype=dtype, **sizes))
         self.model = getattr(models, make)().to(getattr(torch, dtype))
         torch.save(self.model.state_dict(), self.checkpoint)
 
@@ -125,42 +112,34 @@ def read(file):
 PRECISION = {"float32": 1e-5, "float16": 2e-2, "bfloat16": 1e-1}
 
 
-# Every model in float32 and in one of the 16-bit types.
+# Every model in float32 and in a 16-bit type; sketches by factors and by formed gradients.
 SHORT = dict(zip(CASES, 3 * ("float16", "bfloat16"), strict=True))
-IN_TYPES = [(name, dtype) for name in CASES for dtype in ("float32", SHORT[name])]
+WAYS = [
+    *((name, dtype, "rademacher", True) for name in CASES for dtype in ("float32", SHORT[name])),
+    *(
+        (name, "float32", "tensor_sketch", by_factors)
+        for name in CASES
+        for by_factors in (True, False)
+    ),
+    ("GPT-2", "bfloat16", "tensor_sketch", True),
+]
 
 
 @pytest.mark.gate
-@pytest.mark.parametrize(("name", "dtype"), IN_TYPES)
-def test_features_equal_plain_autograd(name, dtype, tmp_path):
+@pytest.mark.parametrize(("name", "dtype", "kind", "by_factors"), WAYS)
+def test_features_equal_plain_autograd(name, dtype, kind, by_factors, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "trak_core.attribution.project_gradients.prefers_factors", lambda *_: by_factors
+    )
     case = Case(name, dtype, tmp_path)
-    features, outputs, weights, labels, predictions = read(case.features(tmp_path, batch_size=48))
-    expected, f, q = case.expected(16)
+    file = case.features(tmp_path, batch_size=48 if kind == "rademacher" else 9, kind=kind)
+    features, outputs, weights, labels, predictions = read(file)
+    expected, f, q = case.expected(16, kind)
     for found, wanted in ((features[:16], expected), (outputs[:16], f), (weights[:16], q)):
         np.testing.assert_allclose(found, wanted, rtol=0, atol=PRECISION[dtype] * abs(wanted).max())
     assert features.shape == (N_TRAIN, PROJ_DIM)
     assert np.isfinite(features).all()
     assert labels.shape == predictions.shape == (N_TRAIN,)
-
-
-@pytest.mark.gate
-@pytest.mark.parametrize(
-    ("name", "dtype", "by_factors"),
-    [
-        *((name, "float32", by_factors) for name in CASES for by_factors in (True, False)),
-        ("GPT-2", "bfloat16", True),
-    ],
-)
-def test_tensor_sketches_equal_plain_autograd(name, dtype, by_factors, tmp_path, monkeypatch):
-    """By factors, or by formed gradients."""
-    monkeypatch.setattr(
-        "trak_core.attribution.project_gradients.prefers_factors", lambda *_: by_factors
-    )
-    case = Case(name, dtype, tmp_path)
-    features, *_ = read(case.features(tmp_path, batch_size=9, kind="tensor_sketch"))
-    expected, *_ = case.expected(16, "tensor_sketch")
-    allowed = PRECISION[dtype] * abs(expected).max()
-    np.testing.assert_allclose(features[:16], expected, rtol=0, atol=allowed)
 
 
 @pytest.mark.gate

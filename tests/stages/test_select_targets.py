@@ -8,7 +8,7 @@ import pytest
 import torch
 from pipeline import ON_CPU
 from refused import refused
-from small_run import STUDY, margin
+from small_run import STUDY, margins
 
 from trak_core.artifacts import ArtifactError, selected_ids
 from trak_core.stages.compute_features import compute_features
@@ -51,7 +51,7 @@ def test_wrong_predictions_are_selected_in_the_studys_order(run, outputs, spec, 
         model.load_state_dict(torch.load(checkpoint, weights_only=True))
         logits = model.eval()(images).detach()
         predictions.append(logits.argmax(1).numpy())
-        values.append([margin(x, y).item() for x, y in zip(logits, labels, strict=True)])
+        values.append(margins(logits, labels))
     most = []
     sure = np.mean(values, axis=0) > 0
     for column, label, likely in zip(np.transpose(predictions), labels.tolist(), sure, strict=True):

@@ -14,17 +14,14 @@ from refused import refused
 
 from trak_core.artifacts import FEATURES, GRAMIAN, OUTPUTS, open_artifact
 from trak_core.attribution import loaded_model, write_features
-from trak_core.attribution.batch_by_length import order_samples
 from trak_core.errors import InputError
 from trak_core.gradients import gradient_terms
-from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.settings import EXACT
 from trak_core.stages import compute_outputs as outputs_stage
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.compute_gramian import compute_gramian
 from trak_core.stages.compute_outputs import compute_embeddings, compute_outputs
 from trak_core.stages.join_shards import join_shards
-from trak_core.study.study import Study
 
 texts = pytest.importorskip("texts", reason="needs transformers, which `make test` has")
 N_TRAIN, PROJ_DIM, OUTPUT = 30, 32, "language_modelling"
@@ -239,31 +236,6 @@ def test_a_model_whose_tokens_see_padding_is_refused(split, tmp_path):
     for job in (case.features, lambda *_, **__: case.gramian(split)):
         with refused("gradients.padding", re.compile(r"up to [\d.e-]+")):
             job("none", split=split)
-
-
-MISFITS = {
-    "another width": (
-        "{**one, 'x': torch.zeros(len(one['labels']), 2 + (i == 8))}",
-        r"for x: \(\d+, [23]\) in sample text-\d+, ",
-    ),
-    "other inputs": (
-        "{**one, 'x': 1} if i == 8 else one",
-        r"Found input_ids.* in sample text-\d+, ",
-    ),
-}
-
-
-@pytest.mark.parametrize(("how", "expected"), MISFITS.values(), ids=MISFITS)
-def test_shapes_that_no_padding_makes_the_same(how, expected, case):
-    case.write(f"""
-import torch
-
-def train_data():
-    return [{how} for i, one in enumerate(texts.data(30, 0))]
-""")
-    split = Study.load(case.study).split("train", None)
-    with pytest.raises(InputError, match=expected):  # before the model sees them
-        order_samples([split], case.model, LANGUAGE_MODELLING)
 
 
 @pytest.mark.parametrize("case", ["Llama", "GPT-2", "no mask"], indirect=True)

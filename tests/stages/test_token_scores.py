@@ -7,36 +7,8 @@ from pipeline import run_stages, scores_spec, token_scores
 
 from trak_core.artifacts import verify
 
-pytest.importorskip("transformers")
-STUDY = """
-import torch
-from transformers import GPT2Config, GPT2LMHeadModel
-
-N = 14
-drawn = torch.Generator().manual_seed(0)
-sizes = torch.randint(3, 9, (N,), generator=drawn).tolist()
-texts = [torch.randint(9, (size,), generator=drawn) for size in sizes]
-
-size = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 8, "vocab_size": 9}
-tokens = {"bos_token_id": None, "eos_token_id": None, "loss_type": "ForCausalLM"}
-config = GPT2Config(**size, **tokens)
-
-def make_model():
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(config)
-
-def samples(chosen):
-    return [{"input_ids": text, "labels": text} for text in chosen]
-
-def train_data():
-    return samples(texts[:10])
-
-def train_ids():
-    return [f"t{i}" for i in range(10)]
-
-def target_data():
-    return samples(texts[10:])
-"""
+texts = pytest.importorskip("texts", reason="needs transformers, which `make test` has")
+STUDY = texts.STUDY.format(make="gpt2", n_train=10, keys=())
 TARGETS = [0, 2, 3]
 
 
@@ -46,17 +18,15 @@ def given(tmp_path_factory):
     folder = tmp_path_factory.mktemp("texts")
     study = folder / "texts_study.py"
     study.write_text(STUDY)
-    scope = {}
-    exec(STUDY, scope)
     paths = {}
     for seed in range(2):
-        model = scope["make_model"]()
         torch.manual_seed(seed)
+        model = texts.gpt2()
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.4)
         paths[f"c{seed}"] = folder / f"c{seed}.pt"
         torch.save(model.state_dict(), paths[f"c{seed}"])
-    return study, paths, [text.tolist() for text in scope["texts"]]
+    return study, paths
 
 
 SETTINGS = {
@@ -71,7 +41,8 @@ SETTINGS = {
     [("rademacher", "plain"), ("tensor_sketch", "unit"), ("hadamard", "normalized")],
 )
 def test_rows_add_up_to_the_scores(given, tmp_path, kind, name):
-    study, checkpoints, texts = given
+    study, checkpoints = given
+    data = {"train": texts.data(10, 0), "target": texts.data(7, 1)}
     given = {"model_output": "language_modelling", "damping": 0.5, "proj_dim": 16, "kind": kind}
     settings = given | SETTINGS[name]
     scores = run_stages(tmp_path, study, checkpoints, TARGETS, **settings)
@@ -87,34 +58,39 @@ def test_rows_add_up_to_the_scores(given, tmp_path, kind, name):
         assert set(sums.index) == set(top.index)
         assert (sums - top.loc[sums.index]).abs().max() < bound
     # A row for each token, and one for the part of no token.
-    for rows, of in zip(sides, ("train", "target"), strict=True):
-        for pair, mine in rows.groupby(["target_id", "train_id"]):
-            text = texts[int(pair[1][1:])] if of == "train" else texts[10 + pair[0]]
-            assert mine["token"].tolist() == [*range(len(text)), -1]
+    for rows, side in zip(sides, data, strict=True):
+        for (target, train), mine in rows.groupby(["target_id", "train_id"]):
+            number = int(train.removeprefix("text-")) if side == "train" else target
+            n_tokens = len(data[side][number]["labels"])
+            assert mine["token"].tolist() == [*range(n_tokens), -1]
             # The model's output at the last token is not used.
             *scores, last, _ = mine["score"].abs()
             assert min(scores) > last == 0
+    in_block = ("ln_1", "ln_2", "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
     assert set(layers["layer"]) == {
         *("transformer.wte", "transformer.wpe", "transformer.ln_f"),
-        *(f"transformer.h.0.{name}" for name in ("ln_1", "ln_2", "attn.c_attn", "attn.c_proj")),
-        *(f"transformer.h.0.mlp.{name}" for name in ("c_fc", "c_proj")),
+        *(f"transformer.h.{i}.{name}" for i in range(2) for name in in_block),
     }
-    where = "target_id == 2 & train_id == 't3'"
-    assert set(pd.read_hdf(path, "tokens", where=where)["train_id"]) <= {"t3"}
+    where = "target_id == 2 & train_id == 'text-3'"
+    assert set(pd.read_hdf(path, "tokens", where=where)["train_id"]) <= {"text-3"}
 
 
 STOPPED = """
 
-class Stopped(GPT2LMHeadModel):
+class Stopped(texts.GPT2LMHeadModel):
     def forward(self, input_ids, **more):
         logits = super().forward(input_ids, **more).logits
-        return {"logits": torch.where(input_ids[:, :1, None] == 8, logits.detach(), logits)}
-
-for i, text in enumerate(texts):
-    text[0] = 8 if i in (11, 12) else i % 8
+        stops = input_ids[:, :1, None] == 0  # which occurs in no other text
+        return {"logits": texts.torch.where(stops, logits.detach(), logits)}
 
 def make_model():
-    return Stopped(config)
+    return Stopped(texts.gpt2().config)
+
+def target_data():
+    samples = texts.data(7, 1)
+    for i in (1, 2):
+        samples[i]["input_ids"][0] = 0
+    return samples
 """
 
 
@@ -122,8 +98,7 @@ def test_targets_without_scores_are_left_out(given, tmp_path, monkeypatch):
     """Gradients of two targets are 0. Two others are taken instead."""
     monkeypatch.setattr("trak_core.stages.compute_token_scores._TARGETS", 2)
     targets = [1, 2, 0, 3]
-    _, checkpoints, _ = given
-    checkpoints = {"c0": checkpoints["c0"]}
+    checkpoints = {"c0": given[1]["c0"]}
     study = tmp_path / "texts_study.py"
     study.write_text(STUDY + STOPPED)
     settings = {"model_output": "language_modelling", "damping": 0.5, "proj_dim": 16}

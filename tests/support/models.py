@@ -4,48 +4,31 @@ import torch
 from texts import VOCABULARY
 from texts import gpt2 as gpt2
 from torch import nn
-from transformers import BertConfig, BertForSequenceClassification, CLIPConfig, CLIPModel
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    CLIPConfig,
+    CLIPModel,
+    ResNetConfig,
+    ResNetForImageClassification,
+)
 
 TOKENS, CLASSES = 12, 5
+STUDY = """
+import models, torch
 
+def make_model():
+    return getattr(models, {name!r})().to(torch.{dtype})
 
-class Block(nn.Module):
-    """The basic block of a ResNet: two convolutions with BatchNorm, and a shortcut."""
+def train_data():
+    return [encode(i) for i in range({n_train})]
 
-    def __init__(self, n_in, n_out, stride):
-        super().__init__()
-        self.conv1 = nn.Conv2d(n_in, n_out, 3, stride, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(n_out)
-        self.conv2 = nn.Conv2d(n_out, n_out, 3, 1, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(n_out)
-        self.relu = nn.ReLU(inplace=True)
-        self.downsample = None
-        if stride != 1 or n_in != n_out:
-            self.downsample = nn.Sequential(
-                nn.Conv2d(n_in, n_out, 1, stride, bias=False), nn.BatchNorm2d(n_out)
-            )
+def target_data():
+    return [encode(i) for i in range({n_train}, {n_train} + {n_targets})]
 
-    def forward(self, x):
-        shortcut = x if self.downsample is None else self.downsample(x)
-        out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
-        out += shortcut
-        return self.relu(out)
-
-
-class ResNet(nn.Module):
-    def __init__(self, width=8):
-        super().__init__()
-        self.conv1 = nn.Conv2d(3, width, 3, 1, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.relu = nn.ReLU(inplace=True)
-        self.layer1 = nn.Sequential(Block(width, width, 1))
-        self.layer2 = nn.Sequential(Block(width, 2 * width, 2))
-        self.avgpool = nn.AdaptiveAvgPool2d((1, 1))
-        self.fc = nn.Linear(2 * width, CLASSES)
-
-    def forward(self, x):
-        x = self.layer2(self.layer1(self.relu(self.bn1(self.conv1(x)))))
-        return self.fc(torch.flatten(self.avgpool(x), 1))
+def encode(number):
+    return models.sample({name!r}, number, torch.{dtype})
+"""
 
 
 class Segmenter(nn.Module):
@@ -81,7 +64,9 @@ _SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
 
 
 def resnet():
-    model = ResNet()
+    sizes = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]}
+    config = ResNetConfig(**sizes, layer_type="basic", hidden_act="silu", num_labels=CLASSES)
+    model = ResNetForImageClassification(config)
     # Statistics other than the initial 0 and 1.
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):

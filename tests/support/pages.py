@@ -5,7 +5,7 @@ import io
 import re
 import shlex
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import patience
@@ -35,11 +35,13 @@ def run_code(text: str) -> str:
     return out.getvalue()
 
 
-def follow(page: str, folder: Path, monkeypatch, less: Mapping[str, str] = {}) -> list[str]:
+def follow(
+    page: str, folder: Path, monkeypatch, less: Mapping[str, str] = {}, more: Sequence[str] = ()
+) -> list[str]:
     """Save blocks with a file name, run commands and code, and return what the code printed.
 
     ``less`` has patterns and replacements in files and code, such as fewer models. Each pattern
-    must occur.
+    must occur. ``more`` has further arguments of Snakemake.
     """
     unused = set(less)
     monkeypatch.chdir(folder)
@@ -57,7 +59,7 @@ def follow(page: str, folder: Path, monkeypatch, less: Mapping[str, str] = {}) -
                 program, *arguments = shlex.split(command)
                 if program == ".venv/bin/snakemake":
                     snakefile = ("--snakefile", str(REPOSITORY / "Snakefile"))
-                    status, output = snakemake(folder, *snakefile, *arguments)
+                    status, output = snakemake(folder, *snakefile, *arguments, *more)
                 else:
                     assert program == ".venv/bin/python"
                     run = [forked_python(), *arguments]

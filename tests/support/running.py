@@ -12,7 +12,7 @@ import patience
 import psutil
 import yaml
 from own_checkpoints import own_study
-from workspace import REPOSITORY, Workspace
+from workspace import FORKS, Workspace
 
 # Training samples that take their time, so that a job can be hurt in the middle of its work, and a
 # process that ends a while after it, so that it can be hurt then as well.
@@ -62,7 +62,7 @@ class Running:
         self.log = study.path("snakemake.log")
         command = (
             *(sys.executable, "-m", "snakemake", "--configfile", "study.yaml", "--cores", "1"),
-            *("--snakefile", study.snakefile, "--profile", str(REPOSITORY / "local")),
+            *("--snakefile", study.snakefile, *FORKS),
         )
         with self.log.open("w") as log:
             self.process = subprocess.Popen(

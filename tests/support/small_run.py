@@ -12,6 +12,7 @@ from torch.utils.data import Subset
 from workspace import REPOSITORY
 
 from trak_core.settings import RetrainedSpec
+from trak_core.stages.compute_outputs import compute_embeddings
 from trak_core.stages.evaluate_scores import evaluate_scores
 from trak_core.stages.retrain import retrain
 from trak_core.stages.train_checkpoint import train_checkpoint
@@ -34,9 +35,10 @@ RETRAINED = RetrainedSpec(
 )
 
 
-def margin(logits, label):
-    p = torch.softmax(logits.double(), -1)[..., label]
-    return torch.log(p) - torch.log1p(-p)
+def margins(logits, labels):
+    """Return the log-odds of each label, float64."""
+    p = logits.double().softmax(-1).gather(-1, labels[:, None])[:, 0]
+    return (torch.log(p) - torch.log1p(-p)).numpy()
 
 
 class Run:
@@ -132,25 +134,34 @@ class Run:
         )
         return path
 
+    def trained_on(self, mask, seed, **more):
+        """Train on some samples by the study's function; return logits and labels of targets."""
+        data = Subset(self.train.samples, np.flatnonzero(mask).tolist())
+        model = self.study.function("train")(**ARGUMENTS, seed=seed, data=data, **more).eval()
+        images, labels = self.study.split("mine", self.targets).batch(0, N_TARGETS)
+        with torch.no_grad():
+            return model(images), labels
+
+    def embeddings(self, folder, study=STUDY):
+        """Compute embeddings under each checkpoint; return the files."""
+        job = {"study_file": study, "code": "code", "device": "cpu", "batch_size": 7, "threads": 1}
+        files = []
+        for name, path in self.checkpoints.items():
+            files.append(folder / f"embeddings-{name}.h5")
+            spec = embeddings_spec(self).under(name)
+            compute_embeddings(embeddings=files[-1], checkpoint=path, spec=spec, **job)
+        return files
+
     def truth(self):
         """Return masks (S, n) and outputs (S, seeds, m) of models trained by a plain loop."""
         if not hasattr(self, "_truth"):
             n = len(self.train.ids)
             masks = np.stack([random_subset(n, n // 2, i, seed=4) for i in range(SUBSETS)])
-            split = self.study.split("mine", self.targets)
-            images, labels = split.batch(0, N_TARGETS)
             outputs = np.empty((SUBSETS, REPEATS, N_TARGETS))
             for i, mask in enumerate(masks):
                 for repeat in range(REPEATS):
-                    model = self.study.function("train")(
-                        **ARGUMENTS,
-                        seed=training_seed(4, i, repeat),
-                        data=Subset(self.train.samples, np.flatnonzero(mask).tolist()),
-                    ).eval()
-                    with torch.no_grad():
-                        logits = model(images)
-                    values = [margin(x, y) for x, y in zip(logits, labels, strict=True)]
-                    outputs[i, repeat] = torch.stack(values).numpy()
+                    logits, labels = self.trained_on(mask, training_seed(4, i, repeat))
+                    outputs[i, repeat] = margins(logits, labels)
             self._truth = masks.astype(float), outputs
         return self._truth
 

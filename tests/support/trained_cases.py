@@ -1,4 +1,4 @@
-"""Two small studies with trained checkpoints, and their expected scores."""
+"""Two small studies, one with trained checkpoints, and their expected scores."""
 
 from functools import cache, cached_property
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import oracle
 import torch
+from own_checkpoints import network
 from pipeline import run_stages
-from torch import nn
 
 from trak_core.study.study import Study
 
@@ -15,21 +15,8 @@ STUDIES = Path(__file__).parents[1] / "studies"
 N_TARGETS = 7
 
 
-def trained_diabetes(study, seed):
-    torch.manual_seed(seed)
-    model = study.make_model()
-    data, labels = study.module.train_data().tensors
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(60):
-        loss = nn.functional.mse_loss(model(data).squeeze(1), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return model
-
-
 class Case:
-    """A study with three trained checkpoints on disk."""
+    """A study with three checkpoints on disk, which are trained for images."""
 
     def __init__(self, name, folder):
         self.folder, self.path = folder, STUDIES / f"{name}.py"
@@ -42,10 +29,7 @@ class Case:
         self.target_split = study.split("mine", self.targets)
         self.models, self.checkpoints = {}, {}
         for seed in range(3):
-            if digits:
-                model = study.function("train")(seed=seed, steps=15)
-            else:
-                model = trained_diabetes(study, seed)
+            model = study.function("train")(seed=seed, steps=15) if digits else network(seed)
             self.models[f"c{seed}"] = model
             self.checkpoints[f"c{seed}"] = folder / f"{name}-{seed}.pt"
             torch.save(model.state_dict(), self.checkpoints[f"c{seed}"])

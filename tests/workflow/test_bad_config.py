@@ -208,15 +208,8 @@ REFUSALS = {
     "config.missing_ground_truth": {
         "no models retrained elsewhere": (at("evaluation.ground_truth", "gone.h5"), "gone.h5")
     },
-    "config.checkpoint_id": {
-        "a checkpoint's id with a path": ({"checkpoints": {"../c0": "c0.pt"}}, "'../c0'")
-    },
     "config.checkpoint_value": {
-        "arguments without training": (
-            {"checkpoints": {"c0": {"seed": 1}}},
-            *("{'seed': 1}", "'c0'", "without `training`"),
-        ),
-        "path with training": ({"training": {}}, "'c0.pt'", "'c0'", "with `training`"),
+        "path with training": ({"training": {}}, "'c0.pt'", "'c0'", "with `training`")
     },
     "config.preflight": {
         "parameter pattern": ({"parameters": ["head.*"]}, "'head.*'", "0.weight, 0.bias"),

@@ -4,18 +4,20 @@ import inspect
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import patience
 import pytest
 import texts
 import yaml
 from few_words import WORDS, ids, tokenizer, write
 from pages import blocks, run_code
 from pipeline import run_config
-from read_only import check_reader, linux_alone
 from refused import refused
 from workspace import REPOSITORY, Workspace
 
@@ -118,10 +120,38 @@ def test_texts_and_weights_are_a_study(study, monkeypatch, capsys):
     assert study.would_run()["compute_features"] == 2
 
 
-@linux_alone
+# Root may write anywhere, unless it gives that up: CAP_DAC_OVERRIDE.
+WITHOUT_RIGHT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(24, 1, 0, 0, 0)\n"
+WITHOUT_RIGHT += "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+
+
+def check_reader(results, cwd, calls):
+    """Run Python for each (arguments, exit status, part of the output), and check these.
+
+    Python may not write into the results folder, which stays as it was.
+    """
+    folders = [results, *(path for path in results.rglob("*") if path.is_dir())]
+    before = {path: path.stat().st_mtime_ns for path in results.rglob("*")}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    for path in folders:
+        path.chmod(0o555)
+    try:
+        for arguments, status, said in calls:
+            command = [sys.executable, "-c", WITHOUT_RIGHT, *arguments]
+            done = patience.run(command, 60, cwd=cwd, **pipes)
+            assert (done.returncode, said in done.stdout) == (status, True), done.stdout
+            assert "Traceback" not in done.stdout
+    finally:
+        for path in folders:
+            path.chmod(0o755)
+    assert {path: path.stat().st_mtime_ns for path in results.rglob("*")} == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="root gives up a right as Linux has it")
 def test_a_colleague_s_results_are_asked_as_they_are(study):
-    """They may only be read; a study with other arguments would have to be written there."""
+    """They may only be read: what is there is planned from, and what must be made is refused."""
     study.run("results-texts/scores/asked.h5", "results-texts/answers/asked.h5")
+    shutil.rmtree(study.path(".snakemake"))  # as in another folder
     # As of an earlier version, and of a start elsewhere: there is something to write.
     for record in study.path("results-texts").glob("*.json"):
         if record.name != "config.json":
@@ -131,14 +161,18 @@ def test_a_colleague_s_results_are_asked_as_they_are(study):
     ask = "import trak_core; results = trak_core.open('results-texts')\n"
     ask += "print(len(results.ask({'text': 'the sun'}).scores), 'scores')"
     trak = ["-m", "trak_core.command.main", "ask"]
+    write(study.path("also.jsonl"), [{"text": "the sun"}])
+    new = ["--config", 'experiments={"new": {"data": "also.jsonl"}}']
     other = "study_arguments={texts: train.jsonl, max_tokens: 2}"
-    written = "Found Permission denied at results-texts/language_model_study_"
+    denied = "Found Permission denied at results-texts"
     calls = [
         ([*call, "-n"], 0, "Nothing to be done"),
         (call, 0, "Nothing to be done"),
         ([*trak, "study.yaml", "--file", "asked.jsonl"], 0, "0: the sky is red"),
         (["-c", ask], 0, "3 scores"),
-        ([*call, "-n", "--config", other], 1, written),
+        ([*call, "-n", *new], 0, "new"),
+        ([*call, *new], 1, f"{denied}. Make the"),
+        ([*call, "-n", "--config", other], 1, f"{denied}/language_model_study_"),
     ]
     check_reader(study.path("results-texts"), study.folder, calls)
 

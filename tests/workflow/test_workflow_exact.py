@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from pipeline import read_scores, run_exact_stages, run_stages
+from pipeline import read_scores, run_exact_stages
 from trained_cases import STUDIES, assert_close
 from workspace import scoring
 
@@ -38,9 +38,6 @@ def test_the_workflow_from_exact_scores_to_a_projection(own, tmp_path):
 
     study.config["projection"] = {"proj_dim": 2048}
     assert study.would_run() == scoring(2, 1)
-    many = run_stages(tmp_path / "many", *here, model_output="regression", proj_dim=2048)
-    projected = read_scores(many).to_numpy()
-    assert 1e-6 < np.abs(projected - exact).max() / np.abs(exact).max() < 0.1
 
     study.config |= {"projection": "exact", "label_draws": 2}
     everything = {"compute_gramian": 4, "compute_exact_scores": 2, "average_scores": 1}

@@ -19,25 +19,19 @@ import lora_models as lora
 from peft import PeftModel
 from transformers import LlamaForCausalLM
 
-class Texts:
-    def __init__(self, first, n):
-        self.ids = lora.texts({N_TRAIN + N_TARGETS})[first : first + n]
-
-    def __len__(self):
-        return len(self.ids)
-
-    def __getitem__(self, i):
-        return {{"input_ids": self.ids[i], "labels": self.ids[i]}}
+def samples(first, n):
+    texts = lora.texts({N_TRAIN + N_TARGETS})[first : first + n]
+    return [{{"input_ids": ids, "labels": ids}} for ids in texts]
 
 def make_model():
     # Of an adapter loaded like this, all is frozen.
     return PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained("base"), "other")
 
 def train_data():
-    return Texts(0, {N_TRAIN})
+    return samples(0, {N_TRAIN})
 
 def target_data():
-    return Texts({N_TRAIN}, {N_TARGETS})
+    return samples({N_TRAIN}, {N_TARGETS})
 """
 CONFIG = {
     "model_output": "language_modelling",
