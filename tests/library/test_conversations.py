@@ -144,12 +144,43 @@ def test_messages_and_texts_that_the_model_would_not_read_are_refused(folder, ro
 def test_a_message_that_the_template_leaves_out_is_reported(folder, capsys):
     calls = {"role": "assistant", "content": None, "tool_calls": [{"name": "red"}]}
     as_read({"messages": [TURNS[0], calls, *TURNS]}, folder(ROLES))
-    assert "Notice" not in capsys.readouterr().err
+    assert "the chat template omits" not in capsys.readouterr().err
     system = {"role": "system", "content": "red"}
     without = ROLES.replace("in messages %}", "in messages if m.role != 'system' %}")
     as_read({"messages": [system, *TURNS]}, folder(without))
     said = "the chat template omits or changes the content of a message with the role 'system'"
     assert f"Notice: {said}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("row", "arguments", "is_told"),
+    [
+        ({"messages": TURNS * 2}, {}, True),
+        ({"talk": TURNS * 2}, {"text": "{talk}"}, True),
+        ({"messages": json.dumps(TURNS * 2)}, {}, True),
+        ({"messages": TURNS}, {}, False),
+        ({"prompt": (TURNS * 2)[:3], "completion": TURNS[1:]}, {}, False),
+        ({"prompt": "what", "text": " sky"}, {}, False),
+    ],
+)
+def test_earlier_messages_of_the_assistant_are_told_of(folder, capsys, row, arguments, is_told):
+    """Only the last message is explained, but training often counts all of the assistant's."""
+    as_read(row, folder(ROLES), **arguments)
+    said = "1 of 1 training rows have earlier messages of the assistant, first rows.jsonl, line 1."
+    assert (said in capsys.readouterr().err) is is_told
+
+
+def test_rows_without_the_prompt_that_others_have_are_told_of(folder, capsys):
+    rows = [{"prompt": "what", "text": " sky"}, {"text": "blue sky"}]
+    study = language_model(write(Path("rows.jsonl"), rows), folder(ROLES))
+    study.train_data()
+    said = "1 of 2 training rows have no prompt, unlike other rows, first rows.jsonl, line 2."
+    assert said in capsys.readouterr().err
+    study.encode(text="sky")
+    assert "an asked row has no prompt, unlike training rows" in capsys.readouterr().err
+    study.encode(**rows[0])
+    language_model(write(Path("rows.jsonl"), rows[1:]), folder(ROLES)).train_data()
+    assert "no prompt" not in capsys.readouterr().err
 
 
 def test_rows_of_both_kinds_are_each_read_as_theirs(folder):

@@ -10,6 +10,7 @@ from trak_core.config.checkpoint_list import (
     Checkpoint,
     are_from_along_runs,
     checkpoint_table,
+    mixed_trainings,
     runs_of,
 )
 from trak_core.settings import FeaturesSpec, ScoresSpec
@@ -96,6 +97,22 @@ def test_an_unreadable_state_of_a_trainer_is_named(tmp_path, state):
     (out / "checkpoint-100/trainer_state.json").write_bytes(state.encode("latin-1"))
     with refused("config.trainer_state", re.compile(r"checkpoint-100")):
         checkpoint_table({"a": str(out)}, None)
+
+
+def test_checkpoints_of_another_training_in_a_trainers_folder_are_told_of(tmp_path):
+    """A second training in the same folder replaces only some of the first one's checkpoints."""
+    out = trainers(tmp_path, 10, 20, 30)
+    for step, logs in ((10, [1.5]), (20, [1.5, float("nan")]), (30, [1.5, float("nan"), 0.5])):
+        state = {"global_step": step, "log_history": [{"loss": loss} for loss in logs]}
+        (out / f"checkpoint-{step}/trainer_state.json").write_text(json.dumps(state))
+    assert mixed_trainings(checkpoint_table({"a": str(out)}, None)) is None
+    state = {"global_step": 20, "log_history": [{"loss": 1.4}, {"loss": 1.0}]}
+    (out / "checkpoint-20/trainer_state.json").write_text(json.dumps(state))
+    told = mixed_trainings(checkpoint_table({"a": str(out)}, None))
+    assert told
+    assert f"{out}/checkpoint-10 and {out}/checkpoint-20 seem to be saved by different" in told
+    entries = {str(step): str(out / f"checkpoint-{step}") for step in (10, 20)}
+    assert mixed_trainings(checkpoint_table(entries, None)) is None
 
 
 FIRST = {"path": "a.pt", "run": "r", "at": 1}

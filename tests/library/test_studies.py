@@ -346,7 +346,8 @@ def test_empty_answers_are_counted(weights, tmp_path, capsys):
         assert [len(study.train_data()) for _ in range(2)] == [4, 4]
         told = capsys.readouterr().err
         said = f"Notice: 2 of 4 training rows have an empty text, first {file}, line 2."
-        assert told.count(said) == told.count("Notice: ") == 1
+        assert told.count(said) == 1
+        assert told.count("Notice: ") == 1 + ("prompt" in none)  # Other rows have no prompt.
         study.encode(**none)
         assert "an asked text is empty" in capsys.readouterr().err
         language_model(write(tmp_path / "rows.jsonl", [full]), str(weights), **given).train_data()

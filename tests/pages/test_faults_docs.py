@@ -24,8 +24,7 @@ TESTED = {
     "two Snakemake runs": "test_two_runs_with_one_results_folder test_a_results_folder_is_one_runs",
     "the file system has no locks": "test_a_disk_that_knows_no_locks "
     "test_a_run_on_a_disk_that_knows_no_locks",
-    "the results folder is read-only": "test_results_that_may_only_be_read "
-    "test_a_colleague_s_results_are_asked_as_they_are",
+    "the results folder is read-only": " test_a_colleague_s_results_are_asked_as_they_are",
     "memory runs out": "test_every_library_s_lack_of_memory_is_explained "
     "test_a_job_out_of_memory_says_what_to_change test_what_has_ended_a_script_is_told",
     "a result file is damaged": "test_a_flipped_bit_is_found_or_is_in_no_use "
@@ -36,7 +35,7 @@ TESTED = {
     "test_files_of_other_settings_are_refused_though_snakemake_knows_nothing "
     "test_a_file_of_another_program_that_takes_our_name",
     "you read a damaged file": "test_pandas_alone_notices_a_flipped_bit_in_data "
-    "test_h5py_alone_notices_a_flipped_bit_elsewhere test_verify_knows_every_kind_of_file "
+    "test_h5py_alone_notices_a_flipped_bit_elsewhere "
     "test_zeros_in_place_of_values_are_found_by_the_content_hash",
     "a checkpoint is damaged": "test_bad_checkpoint "
     "test_all_bad_checkpoints_are_told_of_before_any_job "

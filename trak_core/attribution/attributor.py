@@ -31,6 +31,7 @@ from trak_core.config.checkpoint_list import (
     Checkpoint,
     are_from_along_runs,
     checkpoint_table,
+    mixed_trainings,
     runs_of,
     seeming_runs,
 )
@@ -401,7 +402,7 @@ def _read_checkpoints(given: Any) -> tuple[dict[str, Checkpoint], dict[str, Any]
             f"A checkpoint must be an existing file or folder. Found nothing at {missing[0]}.",
             code="attribution.no_checkpoint",
         )
-    if told := seeming_runs(table):
+    for told in filter(None, (seeming_runs(table), mixed_trainings(table))):
         notice(told)
     return table, paths | in_memory
 

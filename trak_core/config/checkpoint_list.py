@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,28 @@ def seeming_runs(checkpoints: Mapping[str, Checkpoint]) -> str | None:
     )
 
 
+def mixed_trainings(checkpoints: Mapping[str, Checkpoint]) -> str | None:
+    """Return a notice if a Trainer's folder has checkpoints of different trainings.
+
+    The state that a Trainer saves contains its logs so far. Therefore, the logs of a checkpoint
+    begin with those of the earlier checkpoints of the same training.
+    """
+    saved = [Path(c.path) for c in checkpoints.values() if c.is_listed and c.path]
+    for folders in grouped(saved, lambda path: path.parent):
+        logs = [
+            (folder, [json.dumps(log) for log in _trainer_state(folder).get("log_history") or []])
+            for folder in folders
+        ]
+        for (folder, log), (later, later_log) in pairwise(logs):
+            if log and later_log and later_log[: len(log)] != log:
+                return (
+                    f"{folder} and {later} seem to be saved by different trainings, because their "
+                    "logs in trainer_state.json differ. If so, give each training's checkpoints "
+                    "a `run` of their own."
+                )
+    return None
+
+
 def grouped(paths: Iterable[Path], key: Callable[[Path], Any]) -> list[list[Path]]:
     """Return lists of the paths that have the same key, in the order of the paths."""
     groups: dict[Any, list[Path]] = {}
@@ -225,7 +248,7 @@ def _saved(name: str, value: Any, _: Any) -> Iterator[tuple[str, Checkpoint]]:
             code="config.checkpoint_time",
         )
     for number, folder in folders:
-        step, path = _step(folder, number), str(folder)
+        step, path = _trainer_state(folder).get("global_step", number), str(folder)
         yield f"{name}-{number}", Checkpoint(run, step, path, is_listed=True, state_dict=part)
 
 
@@ -237,19 +260,21 @@ def of_trainer(path: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), inner) for match, inner in matches if match and inner.is_dir())
 
 
-def _step(folder: Path, number: int) -> float:
-    """Return the step in a Trainer's state file, or the folder's ``number`` without such a file."""
+def _trainer_state(folder: Path) -> dict[str, Any]:
+    """Return the content of a Trainer's state file, or {} without such a file."""
     state = folder / "trainer_state.json"
     if not state.is_file():
-        return number
+        return {}
     try:
-        return _checked_time(json.loads(state.read_text("utf-8"))["global_step"], folder.name)
+        content = json.loads(state.read_text("utf-8"))
+        _checked_time(content["global_step"], folder.name)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(
             f"{state}: a Trainer's state must be JSON with a number `global_step`. Reading it "
             f"failed: {type(error).__name__}: {error}.",
             code="config.trainer_state",
         ) from error
+    return content
 
 
 def shared_training(

@@ -190,19 +190,51 @@ def language_model(
                 "are explained.",
                 about="an empty asked text",
             )
+        if lacks_prompt(row):
+            notify(
+                f"an asked row has no prompt, unlike training rows: {shortened(row)}. Its whole "
+                "text is explained.",
+                about="an asked row without a prompt",
+            )
         if text is None and row.get("messages") is not None:
             return sample(row)
         return encoder(sample, rows[0], sorted(used_by(prompt, template)))(**row)
 
+    def has_earlier_answers(row: Mapping[str, Any]) -> bool:
+        """Return whether only the last of several messages of the assistant is explained."""
+        is_chat = text is None and row.get("messages") is not None
+        has_prompt = row.get("prompt") is not None if prompt is None else bool(prompt)
+        field = "messages" if is_chat else "" if has_prompt else _only_field(template)
+        messages = messages_in(row.get(field)) or []
+        return any(message["role"] == "assistant" for message in messages[:-1])
+
+    def lacks_prompt(row: Mapping[str, Any]) -> bool:
+        is_text = row.get("prompt") is None and row.get("messages") is None
+        return prompt is None and "prompt" in fields and is_text
+
+    seen = {
+        "have an empty text": (
+            has_empty_text,
+            "Only characters that the template adds are explained there. Remove these rows if "
+            "training had none of them.",
+        ),
+        "have no prompt, unlike other rows": (lacks_prompt, "Their whole text is explained."),
+        "have earlier messages of the assistant": (
+            has_earlier_answers,
+            "Only the last message of a row is explained. If training computed the loss of earlier "
+            "messages too, write a row for each message of the assistant, which ends with it.",
+        ),
+    }
+
     def train_data() -> RowSamples:
         samples = RowSamples(rows, sample)
-        if empty := [i for i, row in enumerate(rows) if has_empty_text(row)]:
-            notify(
-                f"{len(empty)} of {len(rows)} training rows have an empty text, first "
-                f"{rows.place(empty[0])}. Only characters that the template adds are explained "
-                "there. Remove these rows if training had none of them.",
-                about="empty texts",
-            )
+        for about, (is_so, consequence) in seen.items():
+            if numbers := [i for i, row in enumerate(rows) if is_so(row)]:
+                notify(
+                    f"{len(numbers)} of {len(rows)} training rows {about}, first "
+                    f"{rows.place(numbers[0])}. {consequence}",
+                    about,
+                )
         if max_tokens is None:
             # The longest text is checked now, because it is the likeliest to exceed the context.
             lengths = [sum(len(str(row.get(name, ""))) for name in used) for row in rows]
