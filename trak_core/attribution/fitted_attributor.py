@@ -114,12 +114,13 @@ class Scorer:
     def _exact(
         self, targets: Split, gradients: DampedGradients, compute: Compute
     ) -> tuple[np.ndarray, list[Tensor]]:
-        """Return A of ``score`` without projection, (n, m), float32, and the targets' columns."""
+        """Return the matrix A of exact scores, shape (n, m), float32, and the targets' columns."""
         exact_need(len(gradients.damped.gramian), len(targets.ids)).check(compute.memory_mb)
         if not self.loaded.reproduces(self.train, self.columns):
             raise InputError(
-                "With `projection: exact`, training samples and model must be the same in `score` "
-                "as in `fit`. The model outputs of training samples have changed. Call `fit` again.",
+                "With `projection: exact`, the training samples and the model must be the same in "
+                "`score` as in `fit`. Found other model outputs of training samples. Call `fit` "
+                "again.",
                 code="attribution.changed_data",
             )
         given = self.loaded, self.train, targets, self.spec.features, compute
@@ -176,7 +177,7 @@ class FittedAttributor(ABC):
 
     def __init__(self) -> None:
         self._describe: Callable[[Any], str] | None = None
-        # The scorers in memory, by checkpoint, and whether there is memory for training features.
+        # The scorers that are kept in memory, by checkpoint, and whether memory suffices for all.
         self._held: dict[str, Scorer] = {}
         self._holds = True
         # Each public method closes the files of its scorers when it ends.
@@ -375,7 +376,7 @@ class FittedAttributor(ABC):
                 return compute()
 
     def _compute_beside_held(self, name: str) -> Compute:
-        """Return the limits for computing gradients, with half of the memory if scorers are kept."""
+        """Return the limits for computing gradients: half of the memory if scorers are kept."""
         memory_mb = self._compute.memory_mb // (1 + (self._holds and name in self._held))
         return replace(self._compute, memory_mb=memory_mb)
 
@@ -434,7 +435,7 @@ class FittedAttributor(ABC):
     def _split_by_tokens(
         self, pairs: pd.DataFrame, targets: Split
     ) -> tuple[pd.DataFrame, pd.DataFrame]:
-        """Return the tables of ``tokens``. Targets are in the order of their first rows in pairs."""
+        """Return the tables of ``tokens``. Targets must be in the order of their first pairs."""
         train_of, train_ids = pd.factorize(pairs["train_id"])
         target_of, _ = pd.factorize(pairs["target_id"])
         positions = np.column_stack([train_of, target_of])

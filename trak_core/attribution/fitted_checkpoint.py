@@ -266,10 +266,10 @@ class DampedGradients:
         return cls(damped, factors, n, norm)
 
     def similarities(self, cross: np.ndarray) -> np.ndarray:
-        """Return A = J (J^T W J + ridge I)^-1 J_t^T for n training samples and m targets.
+        """Return A = J (R^T W R + ridge I)^-1 J_t^T for n training samples and m targets.
 
-        The rows of J and J_t are the gradients of training samples and targets. ``cross`` contains
-        their inner products, computed by ``inner_products``, and is overwritten.
+        The rows of J and J_t are the gradients of training samples and targets. ``cross`` is
+        R J_t^T, as computed by ``inner_products``, and is overwritten.
         """
         cross *= self.factors
         return self.damped.similarities(cross)[: self.n_samples]

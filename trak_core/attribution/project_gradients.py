@@ -1,4 +1,4 @@
-"""Compute features by projecting per-sample gradients in parts, during the backward pass."""
+"""Compute features: project per-sample gradients part by part during the backward pass."""
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,9 +19,9 @@ from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.projection import OuterProducts, add_projection, add_rows, prefers_factors
 from trak_core.settings import ProjectionSpec, matrix_shape
 
-# The largest accepted relative error, in norm, of a sample's features after rounding to a dtype.
-# float16 has a relative error of at most 5e-4, except for entries below 6e-5 or above 65504. int8
-# has an error of 1e-2 for entries of similar size, and more if one entry is far larger.
+# Rounding to a dtype may change a sample's features by at most this fraction of their norm. float16
+# has a relative error of at most 5e-4, except for entries below 6e-5 or above 65504. int8 has an
+# error of 1e-2 for entries of similar size, and more if one entry is far larger than the others.
 _MOST_LOST = {"float16": 1e-3, "int8": 2e-2}
 
 # Parts with at most this many entries in total are copied into one tensor and projected together.
@@ -29,17 +29,19 @@ _JOINED = 2**18
 
 
 class Features:
-    """A consumer of gradients x that computes x R, where R is the projection matrix.
+    """A consumer that multiplies each sample's gradient x by the projection matrix R.
 
     A gradient method passes the gradients of each parameter, for all samples of a batch, to
-    ``take``, and calls ``finish`` at the end. The coordinates of x are the entries of all
-    parameters, row-major, in the order of the parameters. Several small parts of gradients are
-    projected in one call. A tensor sketch is computed from the factors of gradients if that is
-    cheaper and there are no ``scales``, which multiply gradients, by parameter name.
+    ``take``, and calls ``finish`` at the end. x consists of the flattened gradients of all
+    parameters, in the order of the parameters. Small parts of x are collected and projected in one
+    call. If a gradient is a sum of outer products of vectors, a tensor sketch is computed from
+    these vectors where that is cheaper. ``scales`` are factors that multiply the entries of
+    gradients, by parameter name. Gradients with scales are not computed from vectors.
 
     Attributes:
-        rows: x R, shape (batch, proj_dim), float32, unscaled. Sums are complete after ``finish``.
-        products: For a tensor sketch, the sum of sketches of factors. Otherwise None.
+        rows: x R, shape (batch, proj_dim), float32, without the scale of the projection. The rows
+            are complete after ``finish``.
+        products: For a tensor sketch, the sum of what is computed from vectors. Otherwise None.
     """
 
     in_order: ClassVar[bool] = True
@@ -54,7 +56,7 @@ class Features:
         scales: Mapping[str, Tensor] | None = None,
     ):
         self._projection, self._threads = projection, threads
-        # The first coordinate of each parameter, and its index among the non-empty parameters.
+        # For each parameter, its first coordinate in x and its index among non-empty parameters.
         self._numbers: dict[int, tuple[int, int]] = {}
         self._scale_of = {
             id(parameters[name]): scale.flatten() for name, scale in (scales or {}).items()
@@ -67,13 +69,13 @@ class Features:
         self._begin(torch.zeros(n_samples, projection.proj_dim, device=device))
 
     def _begin(self, rows: Tensor) -> None:
-        """Set the rows to which projections are added."""
+        """Start with ``rows``, to which projections are added, and without collected parts."""
         of_matrices = self._projection.kind.about.of_matrices
         self.rows = rows
         self.products = (
             OuterProducts(self._projection, len(rows), rows.device) if of_matrices else None
         )
-        # Collected parts by their first coordinate, and their total number of entries.
+        # The collected parts of x by first coordinate, and the total number of their entries.
         self._held: dict[int, Tensor] = {}
         self._n_held = 0
 
@@ -99,7 +101,7 @@ class Features:
     def _sketched(
         self, products: OuterProducts, number: int, shape: tuple[int, int], use: Contribution
     ) -> bool:
-        """Add the sketch of one use's factors if that is cheaper. Return whether it was added."""
+        """Sketch the outer products of a gradient if that is cheaper. Return False otherwise."""
         if isinstance(use, Lookup) and use.matrix == shape:
             products.add_lookups(number, use.indices, use.gradients[0])
             return True
@@ -151,16 +153,18 @@ class Features:
         self.rows += other.rows
 
     def scaled(self) -> Tensor:
-        """Return the features phi_x = scale * x R, for which E<phi_x, phi_y> = <x, y>."""
+        """Return the features phi(x) = scale * x R, for which E<phi(x), phi(y)> = <x, y>."""
         return self.rows * self._projection.scale
 
 
 def factors_of(
     use: Contribution, shape: tuple[int, int]
 ) -> tuple[int, Iterable[tuple[Tensor, Tensor]]]:
-    """Return the number of tokens of a gradient that is a sum of outer products, and its factors.
+    """Return the number of tokens of a gradient, and the factors of its outer products.
 
-    Factors have shape (batch, tokens, rows or columns). The number is 0 for other gradients.
+    For each sample and token, the gradient is a sum of outer products of two factors, which have
+    shapes (batch, tokens, rows) and (batch, tokens, columns). If the gradient is not such a sum,
+    the number is 0 and there are no factors.
     """
     if use.matrix == shape and isinstance(use, Outer):
         n_tokens, outers = use.inputs.shape[1], iter([use])
@@ -174,10 +178,10 @@ def factors_of(
 
 @dataclass(frozen=True, slots=True)
 class QueuedFeatures:
-    """A batch's features, label numbers and ``PerSample.columns``, copied to the CPU.
+    """A batch's features, label numbers and ``PerSample.columns`` on the CPU.
 
-    ``event`` follows the copies from a GPU, which may still be computing them. ``explain`` raises
-    an error that names the samples whose gradients are not finite.
+    A GPU may still be computing and copying them until ``event``, which is None without a GPU.
+    ``explain`` raises an error that names the samples whose gradients are not finite.
     """
 
     copies: list[Tensor]
@@ -185,22 +189,22 @@ class QueuedFeatures:
     explain: Callable[[], None]
 
     def wait(self) -> list[Tensor]:
-        """Return features and columns, after waiting for them. All features must be finite."""
+        """Wait until the copies are complete, and return them. Features must be finite."""
         if self.event is not None:
             self.event.synchronize()
         rows, _, outputs, *_ = self.copies
         if not (np.isfinite(rows.numpy()).all() and outputs.isfinite().all()):
             self.explain()
             raise InputError(
-                "Features must be finite. Found NaN or infinity although gradients are finite, "
-                "because their sums overflow float32.",
+                "Features must be finite. Found NaN or infinity although all gradients are finite, "
+                "because sums of gradients overflow float32.",
                 code="projection.not_finite",
             )
         return self.copies
 
 
 def _copied(tensors: Sequence[Tensor]) -> tuple[list[Tensor], torch.cuda.Event | None]:
-    """Return copies on the CPU and the event that follows them, without waiting for a GPU."""
+    """Start to copy tensors to the CPU. Return the copies, and an event at the end of copying."""
     copies, event = [tensor.to("cpu", non_blocking=True) for tensor in tensors], None
     if tensors[0].is_cuda:
         event = torch.cuda.Event()
@@ -221,9 +225,10 @@ def queued_features(
     *,
     is_scaled: bool = True,
 ) -> QueuedFeatures:
-    """Return a batch's features, shape (batch, proj_dim), float32, and their columns.
+    """Return a batch's features, shape (batch, proj_dim), float32, and the samples' columns.
 
-    The features of a gradient x are x R, multiplied by the projection's scale if ``is_scaled``.
+    The features of a gradient x are x R, where R is the projection matrix. If ``is_scaled``, they
+    are multiplied by the projection's scale.
     """
     sums = Features(parameters, projection, len(batch), threads, scales)
     columns = method(model, parameters, output, batch, sums)
@@ -234,7 +239,7 @@ def queued_features(
 
 
 def stored_rows(rows: np.ndarray, dtype: str, sample_ids: Sequence[object]) -> np.ndarray:
-    """Return rows rounded to a stored dtype. Raise an error if rounding changes them too much."""
+    """Return features rounded to a dtype. Raise an error if rounding changes them too much."""
     if dtype == "float32":
         return rows
     exact = rows.astype(np.float64)
@@ -251,14 +256,15 @@ def stored_rows(rows: np.ndarray, dtype: str, sample_ids: Sequence[object]) -> n
         sizes = np.abs(rows[lost])
         raise InputError(
             f"Rounding to {dtype} must change a sample's features by at most {_MOST_LOST[dtype]} "
-            f"of their norm. Found up to {(losses[lost] / norms[lost]).max():.2g} in the samples "
-            f"{named}, which have entries from {sizes[sizes > 0].min():.2g} to {sizes.max():.2g}. "
-            "Set features_dtype to float32.",
+            f"of their norm. It changes those of samples {named} by up to "
+            f"{(losses[lost] / norms[lost]).max():.2g}, because the sizes of their entries range "
+            f"from {sizes[sizes > 0].min():.2g} to {sizes.max():.2g}. Set features_dtype to "
+            "float32.",
             code="stages.features_dtype",
         )
     return stored
 
 
 def compilers(device: torch.device) -> tuple[str, ...]:
-    """Return the packages that compile the projection's kernels, for a file's provenance."""
+    """Return the packages that compile the projection's kernels, for the provenance of files."""
     return ("numba", "numba-cuda") if device.type == "cuda" else ("numba",)
