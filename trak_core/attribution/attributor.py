@@ -51,8 +51,7 @@ from trak_core.settings import TRAIN, Combine, NormalSpec, Weighting
 from trak_core.study.given_data import split_of_data, subset_digest
 from trak_core.study.study import Study
 
-# With a temporary folder, this text is stored instead of a digest of the training data. No later
-# call can reuse the folder, so the time to compute the digest would be wasted.
+# Replaces the digest of the training data in temporary folders, which no later call can reuse.
 _IN_MEMORY = "in memory"
 
 Weights = str | Path | Mapping[str, Any]
@@ -353,10 +352,7 @@ class Attributor(FittedAttributor):
             )
 
     def _is_current(self, name: str, loaded: LoadedModel) -> bool:
-        """Return whether stored features are from this checkpoint.
-
-        If they were computed from other data or settings, raise an error.
-        """
+        """Return whether features are of this checkpoint. Refuse those of other data or settings."""
         with self._open_features(name) as file:
             differ, columns = self._differing_keys(name, loaded, file), stored_columns(file)
         if differ == ["checkpoint"]:

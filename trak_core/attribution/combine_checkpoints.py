@@ -53,11 +53,7 @@ def sample_table(parts: Sequence[Part], side: str, block: int) -> dict[str, np.n
     def summarized(
         key: str, summary: Callable[[np.ndarray, int], np.ndarray] = _mean
     ) -> np.ndarray:
-        """Return the vector that ``summary`` computes from the values of all checkpoints.
-
-        The arguments of ``summary`` are a block of values, shape (checkpoints, rows), and the
-        number of its first row.
-        """
+        """Return ``summary`` of the values of all checkpoints, computed in blocks of rows."""
         return np.concatenate([
             summary(np.stack([part.vector(key, i, i + block) for part in parts]), i)
             for i in range(0, len(ids), block)

@@ -175,10 +175,7 @@ class MarginsOfTokens(nn.Module):
 
 
 def vocabulary_size(model: nn.Module) -> int:
-    """Return the size of a model's vocabulary: the largest number of rows of an embedding.
-
-    Without an embedding, return the largest number of rows of a matrix.
-    """
+    """Return the largest number of rows of any embedding or, without embeddings, of any matrix."""
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     matrices = tables or [p for p in model.parameters() if p.ndim == 2]
     return max(map(len, matrices), default=0)

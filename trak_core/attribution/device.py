@@ -18,8 +18,7 @@ from trak_core.runtime.progress import print_line
 _P = ParamSpec("_P")
 _LOOK_SECONDS = 1.0
 
-# torch's settings for float32 matrix products and convolutions, and the value of these settings for
-# each ``precision`` in a config.
+# torch's settings for the precision of float32 products, and the values that a config can choose.
 _of: Any = torch.backends
 _PRODUCTS: Sequence[Any] = (
     *(_of.cuda.matmul, _of.cudnn.conv, _of.cudnn.rnn),
@@ -68,8 +67,7 @@ def takes_cuda(name: str, *, projects: bool = False) -> bool:
 def find_device(name: str, *, projects: bool = False) -> torch.device:
     """Return the device for the name ``auto``, ``cpu`` or ``cuda`` in a config.
 
-    For a CUDA device, reserve the first GPU that no other job has reserved. If other jobs have
-    reserved all GPUs, wait.
+    For CUDA, reserve the first GPU that no other job has reserved, or wait until a GPU is free.
     """
     if not takes_cuda(name, projects=projects):
         return torch.device("cpu")

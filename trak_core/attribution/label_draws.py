@@ -20,11 +20,9 @@ class LabelDraws:
 
     The random numbers depend on the seed, the stream, the sample's id and the number of draws, but
     not on the sizes and the order of batches. Rounding can still change a label if the random
-    number is close to the boundary between two labels. Models whose logits are computed in pieces
-    are not supported.
+    number is close to the boundary between two labels. Logits must not be computed in pieces.
 
-    ``n_draws`` is at least 1. ``stream`` is a number that is derived from the checkpoint's id (see
-    ``stream_of``).
+    ``n_draws`` is at least 1. ``stream`` is the number that ``stream_of`` gives the checkpoint.
     """
 
     n_draws: int

@@ -69,11 +69,10 @@ class Scores:
         memory_mb: int,
         **more: Any,
     ) -> Self:
-        """Return the scores that combine several checkpoints.
+        """Return the combined scores of checkpoints, computed in blocks of training samples.
 
-        ``parts`` contains the data of each checkpoint. ``keep`` and ``top`` are those of
-        ``Attributor.score``. ``more`` sets other attributes. If ``memory_mb`` is small, scores are
-        computed for fewer training samples at a time.
+        ``parts`` contains the data of each checkpoint. ``keep`` and ``top`` are arguments of
+        ``Attributor.score``. ``more`` sets other attributes.
         """
         n, m = (len(parts[0].vector(f"{side}_ids")) for side in ("train", "target"))
         need = average_need(

@@ -381,7 +381,7 @@ class Shares:
                     yield None, _of_terms(rows.float().unsqueeze(1), entry)
 
     def _first(self, use: Contribution, n_positions: int) -> int | None:
-        """Return the token at the first position, which is 0, or None if positions are no tokens."""
+        """Return 0, the token at the first position, or None if positions are not tokens."""
         if isinstance(use, MarginFactors):  # A causal model has fewer margins than tokens.
             return 0 if n_positions <= self._n_tokens else None
         return 0 if 0 < n_positions == self._n_tokens and not use.has_ranks else None
