@@ -24,7 +24,7 @@ class StoppedError(SystemExit):
 
 
 def listed(values: Iterable[object]) -> str:
-    """Return a text with the first eight values and, if there are more, their number."""
+    """Return a text with the first eight values and the number of further values, if any."""
     texts = [str(value) for value in values]
     shown = ", ".join(texts[:8])
     return f"{shown} and {len(texts) - 8} more" if len(texts) > 8 else shown

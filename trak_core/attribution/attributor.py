@@ -51,7 +51,7 @@ from trak_core.settings import TRAIN, Combine, NormalSpec, Weighting
 from trak_core.study.given_data import split_of_data, subset_digest
 from trak_core.study.study import Study
 
-# Replaces the digest of the training data in temporary folders, which no later call can reuse.
+# This text replaces the digest of the data in temporary folders, which no later call can reuse.
 _IN_MEMORY = "in memory"
 
 Weights = str | Path | Mapping[str, Any]
@@ -352,7 +352,7 @@ class Attributor(FittedAttributor):
             )
 
     def _is_current(self, name: str, loaded: LoadedModel) -> bool:
-        """Return whether features are of this checkpoint. Refuse those of other data or settings."""
+        """Return whether stored features are of this checkpoint. Other settings raise an error."""
         with self._open_features(name) as file:
             differ, columns = self._differing_keys(name, loaded, file), stored_columns(file)
         if differ == ["checkpoint"]:

@@ -30,7 +30,7 @@ class OrderedSamples:
         split: The samples in the order of processing.
         rows: The index of each sample in the study's order, shape (n,).
         lengths: The number of tokens of each text. None if no padding is needed.
-        shapes: The shapes of all texts, which determine the padding. None if none is needed.
+        shapes: The shapes of all texts, which determine the padding. None if there is no padding.
         makes_mask: Whether to add an attention mask, which is 1 for tokens and 0 for padding.
         window: The number of samples in a window.
     """
@@ -71,7 +71,7 @@ class OrderedSamples:
         return replace(text, kwargs=kwargs, lengths=lengths, along=along)
 
     def few(self, n: int) -> list[int]:
-        """Return the positions of up to ``n`` samples: the longest text, the shortest, others."""
+        """Return positions of up to ``n`` samples, first of the longest and the shortest text."""
         if self.lengths is None:
             return list(range(min(n, len(self))))
         by_length = np.argsort(self.lengths, kind="stable")[::-1]
@@ -121,7 +121,7 @@ class OrderedSamples:
 
 @contextmanager
 def naming_text(sample_id: object, length: int) -> Generator[None, None, None]:
-    """Add a text's id and length to errors in the context that the length may have caused."""
+    """Add a text's id and length to errors that the text may have caused in the context."""
     try:
         yield
     except InputError as error:

@@ -31,12 +31,12 @@ class _LogitsNeededError(Exception):
 
 
 class DeferredLogits(Tensor):
-    """A placeholder for logits of shape (..., V), which are not computed yet.
+    """A placeholder for logits of shape (..., vocabulary size), which are not computed yet.
 
     It stores the inputs ``hidden`` of the model's last layer, and in ``head`` this layer with the
-    entrywise functions applied to its outputs. Slices of rows and entrywise functions return
-    another placeholder. Operations that need more than the shape or dtype, might write into the
-    logits or return a view of them raise ``_LogitsNeededError``.
+    entrywise functions that follow it. Slices of rows and entrywise functions return another
+    placeholder. The shape and dtype can be read. All other operations raise
+    ``_LogitsNeededError``, because they need the logits or might write into them.
     """
 
     head: Head
@@ -91,7 +91,7 @@ class DeferredLogits(Tensor):
 
 
 class _Defers(TorchFunctionMode):
-    """A torch mode in which linear layers with ``n_classes`` outputs return placeholders."""
+    """A torch mode in which linear layers with ``n_classes`` outputs return ``DeferredLogits``."""
 
     def __init__(self, n_classes: int) -> None:
         super().__init__()

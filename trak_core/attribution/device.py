@@ -42,7 +42,7 @@ class Compute:
 
 
 def takes_cuda(name: str, *, projects: bool = False) -> bool:
-    """Return whether a config's device is CUDA. The device ``auto`` is CUDA if it is available.
+    """Return whether a config's device is CUDA. ``auto`` is CUDA if a CUDA device is available.
 
     Raises:
         InputError: If the name is ``cuda`` and torch finds no CUDA device, or if ``projects`` is
@@ -126,7 +126,7 @@ def device_name(device: torch.device) -> str:
 
 @cache
 def hold_one(names: tuple[str, ...]) -> int:
-    """Reserve a GPU until this process ends, and return the index of the GPU in ``names``.
+    """Return the index in ``names`` of a GPU, after reserving the GPU until this process ends.
 
     If no GPU is free, the function waits. A GPU is reserved by a lock on a file in the system's
     temporary folder. The system releases the lock when the process ends, even if it is killed. All

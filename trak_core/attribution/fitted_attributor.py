@@ -289,7 +289,7 @@ class FittedAttributor(ABC):
         if scores.samples is None:
             raise InputError(
                 "Scores can be split by tokens only in the process that computed them. Found "
-                "scores without the targets' samples, which files omit. Call `score` again.",
+                "scores from a file, which omits the targets' samples. Call `score` again.",
                 code="attribution.no_tokens",
             )
         pairs = pd.concat([scores.top(top), scores.bottom(top)], ignore_index=True)
@@ -376,7 +376,7 @@ class FittedAttributor(ABC):
                 return compute()
 
     def _compute_beside_held(self, name: str) -> Compute:
-        """Return the limits for computing gradients: half of the memory if scorers are kept."""
+        """Return the limits for computing gradients. If scorers are kept, halve ``memory_mb``."""
         memory_mb = self._compute.memory_mb // (1 + (self._holds and name in self._held))
         return replace(self._compute, memory_mb=memory_mb)
 
@@ -435,7 +435,7 @@ class FittedAttributor(ABC):
     def _split_by_tokens(
         self, pairs: pd.DataFrame, targets: Split
     ) -> tuple[pd.DataFrame, pd.DataFrame]:
-        """Return the tables of ``tokens``. Targets must be in the order of their first pairs."""
+        """Return the tables of ``tokens``. ``targets`` are in the order of their first pairs."""
         train_of, train_ids = pd.factorize(pairs["train_id"])
         target_of, _ = pd.factorize(pairs["target_id"])
         positions = np.column_stack([train_of, target_of])

@@ -67,9 +67,9 @@ Part = Artifact | MemoryPart
 def read_rows(
     values: Rows | np.ndarray, *, normalize: bool = False, first: int | None = None
 ) -> ReadRows:
-    """Return a function that reads rows of a matrix, with the ``first`` columns or all columns.
+    """Return a function that reads rows of a matrix, divided by their norms with ``normalize``.
 
-    With ``normalize``, each row is divided by its norm.
+    If ``first`` is given, only the first ``first`` columns are read.
     """
     if not normalize:
         return lambda start, stop: values[start:stop, :first]
@@ -98,7 +98,7 @@ def similarity_rows(phi: ReadRows, solved: Rows | np.ndarray) -> ReadRows:
 
 
 def score_rows(parts: Sequence[Part], similarity: Sequence[ReadRows], spec: ScoresSpec) -> ReadRows:
-    """Return a function that combines the checkpoints' rows of ``similarity`` into scores."""
+    """Return a function that computes rows of scores from each checkpoint's ``similarity``."""
     assert spec.loss_weight_power is not None
     combine, power = Combine(spec.combine), spec.loss_weight_power
     norms = [part.scalar("train_norm") if spec.norm_power is not None else 1.0 for part in parts]
@@ -113,7 +113,7 @@ def score_rows(parts: Sequence[Part], similarity: Sequence[ReadRows], spec: Scor
 def normal_weights(train: Artifact, curvature_power: float | None) -> np.ndarray:
     """Return the samples' weights in the normal matrix, shape (n,), float64.
 
-    They are the curvature of the loss, raised to ``curvature_power``, or 1 if that is None.
+    A weight is the curvature of the loss to the power ``curvature_power``, or 1 if that is None.
     """
     if curvature_power is None:
         return np.ones(len(train.vector("sample_ids")))
@@ -303,9 +303,10 @@ def self_influences(
 
     The score of sample i for itself is A_c[i, i] Q_c[i]^power, combined over checkpoints c like
     all scores, where Q_c are the loss weights and A_c = Phi_c (N_c + ridge_c I)^-1 Phi_c^T.
-    ``features`` and ``normal_matrices`` contain one file for each checkpoint of ``spec``. The table
-    has the columns of ``training_table`` for the last checkpoints of all runs, and the column
-    ``self_influence``, shape (n,). The second returned value contains the settings to store.
+    ``features`` and ``normal_matrices`` contain one file for each checkpoint of ``spec``. The first
+    returned value contains the column ``self_influence``, shape (n,), and the columns of
+    ``training_table`` for the last checkpoints of all runs. The second one contains the settings to
+    store.
 
     Source: Koh and Liang, "Understanding Black-box Predictions via Influence Functions", ICML 2017,
         section 5.4.

@@ -26,7 +26,7 @@ Methods = dict[str, tuple[str, str | None]]
 def method_for(
     loaded: LoadedModel, few: Batch, methods: Methods, *, reads_terms: bool = False
 ) -> GradientMethod:
-    """Return the gradient method for a model, and print a notice if the choice has one.
+    """Return the gradient method for a model. Print a notice if the choice is an unusual one.
 
     The choice depends on conditions such as the dtypes of the samples ``few``. If ``methods`` has
     no choice for these conditions, methods are compared on the first two samples, and the choice is
@@ -55,12 +55,12 @@ def recorded_method_for(
     code: str,
     reads_terms: bool = False,
 ) -> GradientMethod:
-    """Return the gradient method of ``method_for``, which is shared by all jobs of a run.
+    """Return the gradient method for a model, as chosen by the run that writes ``artifact``.
 
-    The run is the one that writes ``artifact``. For each set of conditions, the first job compares
-    methods and records its choice in the results folder. A record is ignored if it is damaged or
-    belongs to another model or another version ``code`` of the code. If no record can be written,
-    every job compares methods.
+    For each set of conditions (see ``method_for``), the first job of the run compares methods and
+    records its choice in the results folder. A record is ignored if it is damaged or belongs to
+    another model or another version ``code`` of the code. If no record can be written, every job
+    compares methods.
     """
     folders = (folder for folder in artifact.parents if read_record(folder / CONFIG_RECORD))
     record = next((folder / RECORD for folder in folders), None)
@@ -80,7 +80,7 @@ def recorded_methods(results: Path, spec: FeaturesSpec) -> Methods:
 
 
 def _read(record: Path, spec: FeaturesSpec) -> dict[str, Methods]:
-    """Return the recorded methods by version of the code, or {} if the model is another one."""
+    """Return the recorded methods for each version of the code, or {} for another model."""
     known = read_record(record)
     return known.get("methods", {}) if known.get("model") == _model(spec) else {}
 

@@ -73,9 +73,9 @@ def inner_products(
     ``LabelDraws``). The rows of J_t are the targets' gradients. Partial sums in float32 are added
     in float64.
 
-    Three quarters of the memory hold a block of rows of R or J_t, the right factor of the product.
-    They are multiplied by batches of rows of R, the left factor. Therefore training samples are
-    differentiated once for each block.
+    At most three quarters of the memory hold a block of rows of R or J_t, the right factor of the
+    product. The block is multiplied by batches of rows of R, the left factor. Therefore training
+    samples are differentiated once for each block.
 
     The second returned value contains the label numbers and ``PerSample.columns`` of the targets,
     or of the training samples if there are no targets.
@@ -93,7 +93,7 @@ def inner_products(
     given, room = _prepared(loaded, ordered, draws, left_mb)
     train = _Rows(loaded, *given, ordered[-1], draws)
     right = train if targets is None else _Rows(loaded, *given, ordered[0], None)
-    # The memory that a single sample needs already includes the rows of this sample in the block.
+    # The memory for one sample includes its rows in the block, which must not be counted twice.
     spare = room.budget_bytes - room.needed.of_longest.of(1) + right.bytes_of_sample
     most = min(3 * room.budget_bytes // 4, spare) // right.bytes_of_sample
     block = max(1, min(len(others.ids), most))
@@ -140,7 +140,7 @@ def _row_bytes(loaded: LoadedModel) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A matrix with the gradients of samples in its rows, for their own and for drawn labels."""
+    """A matrix whose rows are gradients of samples, for the samples' labels and drawn labels."""
 
     loaded: LoadedModel
     method: GradientMethod
@@ -167,8 +167,8 @@ class _Rows:
         """Yield the gradients of samples ``start`` to ``stop``, one batch at a time.
 
         For each batch, yield the number of samples, the row numbers in the study's order, the rows
-        and the columns. ``at_once`` returns the size of the batch that begins at a sample. If
-        ``into`` is given, rows are written into this tensor.
+        of gradients, and the samples' columns. ``at_once`` returns the size of the batch that
+        begins at a sample. If ``into`` is given, rows are written into this tensor.
         """
         width = self.of_sample
 
@@ -200,9 +200,10 @@ class _Rows:
 def _fill(
     values: np.ndarray, train: _Rows, right: _Rows, block: int, batch_size: int, room: MemoryBudget
 ) -> list[Tensor]:
-    """Write inner products of ``train`` and ``right`` into ``values``. Return ``right``'s columns.
+    """Return the columns of the samples in ``right``, after writing inner products to ``values``.
 
-    ``block`` samples of ``right`` are in memory at a time. ``room`` is the memory for batches.
+    The products are those of gradients in ``train`` and ``right``. The gradients of ``block``
+    samples in ``right`` are in memory at a time. ``room`` is the memory for batches.
     """
     is_square = train is right
     n, m = len(train.samples), len(right.samples)
@@ -246,7 +247,7 @@ def _fill(
 
 
 def _products(a: Tensor, b: Tensor) -> np.ndarray:
-    """Return a b^T, float64. Products of matrices with few columns are computed in float64."""
+    """Return a b^T, float64. With few columns, float64 is cheap enough for all operations."""
     if a.shape[1] <= _ENTRIES:
         left = a.double()
         return np.hstack([(left @ part.double().T).cpu().numpy() for part in b.split(_ROWS)])

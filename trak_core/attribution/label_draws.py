@@ -45,7 +45,7 @@ class LabelDraws:
     def drawn(
         self, loaded: LoadedModel, batch: Batch, ids: Sequence[object]
     ) -> Iterator[tuple[ModelOutput, Batch]]:
-        """Yield, for each draw, a model output and a batch that give the gradients for this draw.
+        """Yield a model output and a batch for each draw, to compute the gradients for this draw.
 
         Instead of labels, the batch has random vectors z, drawn by ``ModelOutput.loss_noise``. The
         model output is <logits, z>. Its gradient is B^T z, where B is the Jacobian of a sample's
@@ -69,7 +69,7 @@ class LabelDraws:
             if z.shape != read.shape:
                 raise InputError(
                     "loss_noise must return a tensor of the same shape as its first argument, "
-                    f"{tuple(read.shape[1:])}. Found {tuple(z.shape[1:])}.",
+                    f"{tuple(read.shape[1:])}. Found shape {tuple(z.shape[1:])}.",
                     code="model.no_loss_noise",
                 )
             yield output, replace(batch, labels=z)

@@ -10,11 +10,11 @@ from trak_core.model_outputs.about_outputs import About
 from trak_core.model_outputs.model_output import IGNORED, ModelOutput
 from trak_core.study.dataset_split import Split
 
-# If labels have parts, such as tokens, the most frequent one is found in this many random samples.
+# The most frequent part of labels, such as a token, is determined from this many random samples.
 _MOST_READ = 256
-# If fewer classes are predicted correctly, the fit is doubtful, even if it beats a constant guess.
+# A fit with a smaller fraction of correct classes is doubtful, even if a constant guess is worse.
 _FEW_RIGHT = 0.5
-_FEWEST = 5  # Whether a class is mistaken for another is checked only with this many samples.
+_FEWEST = 5  # Mistaken classes are searched among classes with at least this many samples.
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class Fit:
 
     Attributes:
         measure: Sentences in ASCII that state ``value`` and ``guess``.
-        value: The models' fraction of correct predictions, or their R2 for regression. None if all
-            labels of a regression are equal.
+        value: The fraction of predictions that are correct. For regression, the R2 of predictions,
+            or None if all labels are equal.
         guess: The fraction of labels that are equal to the most frequent label. For regression, the
             R2 of the mean label, which is 0.
         is_doubtful: Whether the models are not better than the guess (for classes and parts, by at
@@ -82,8 +82,9 @@ def _of_parts(value: float, guess: float, error: float, parts: str, least: float
 def _mistaken_classes(columns: pd.DataFrame) -> str:
     """Return a sentence if classes seem to be numbered differently than in training, or "".
 
-    The sign is that most samples of a class a are predicted as class b, and most samples of b as
-    another class. If the models only predict b too often, they predict b for most samples of b.
+    This is assumed if most samples of a class a are predicted as b, and most samples of b as
+    another class. If the models only predicted b too often, most samples of b would be predicted
+    as b.
     """
     sizes = columns["label"].value_counts().to_dict()
     pairs = columns.value_counts(["label", "prediction"]).to_dict()

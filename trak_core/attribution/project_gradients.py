@@ -69,7 +69,7 @@ class Features:
         self._begin(torch.zeros(n_samples, projection.proj_dim, device=device))
 
     def _begin(self, rows: Tensor) -> None:
-        """Start with ``rows``, to which projections are added, and without collected parts."""
+        """Set the tensor ``rows``, to which projections are added, and drop collected parts."""
         of_matrices = self._projection.kind.about.of_matrices
         self.rows = rows
         self.products = (
@@ -101,7 +101,7 @@ class Features:
     def _sketched(
         self, products: OuterProducts, number: int, shape: tuple[int, int], use: Contribution
     ) -> bool:
-        """Sketch the outer products of a gradient if that is cheaper. Return False otherwise."""
+        """Sketch a gradient's outer products if cheaper. Return whether the sketch was added."""
         if isinstance(use, Lookup) and use.matrix == shape:
             products.add_lookups(number, use.indices, use.gradients[0])
             return True
@@ -162,9 +162,9 @@ def factors_of(
 ) -> tuple[int, Iterable[tuple[Tensor, Tensor]]]:
     """Return the number of tokens of a gradient, and the factors of its outer products.
 
-    For each sample and token, the gradient is a sum of outer products of two factors, which have
-    shapes (batch, tokens, rows) and (batch, tokens, columns). If the gradient is not such a sum,
-    the number is 0 and there are no factors.
+    A sample's gradient is the sum over tokens of the outer products of two factors, which have
+    shapes (batch, tokens, rows) and (batch, tokens, columns). For other gradients, the number is 0
+    and there are no factors.
     """
     if use.matrix == shape and isinstance(use, Outer):
         n_tokens, outers = use.inputs.shape[1], iter([use])
@@ -189,7 +189,7 @@ class QueuedFeatures:
     explain: Callable[[], None]
 
     def wait(self) -> list[Tensor]:
-        """Wait until the copies are complete, and return them. Features must be finite."""
+        """Return the copies when they are complete. Raise an error if features are not finite."""
         if self.event is not None:
             self.event.synchronize()
         rows, _, outputs, *_ = self.copies
@@ -256,7 +256,7 @@ def stored_rows(rows: np.ndarray, dtype: str, sample_ids: Sequence[object]) -> n
         sizes = np.abs(rows[lost])
         raise InputError(
             f"Rounding to {dtype} must change a sample's features by at most {_MOST_LOST[dtype]} "
-            f"of their norm. It changes those of samples {named} by up to "
+            f"of their norm. Rounding changes the features of samples {named} by up to "
             f"{(losses[lost] / norms[lost]).max():.2g}, because the sizes of their entries range "
             f"from {sizes[sizes > 0].min():.2g} to {sizes.max():.2g}. Set features_dtype to "
             "float32.",

@@ -190,7 +190,7 @@ def merged(earlier: Extremes, later: Extremes, keep: int) -> Extremes:
 
 
 def _packed(chosen: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows and scores of each column's chosen entries. Shorter columns end with -inf."""
+    """Return rows and scores of each column's chosen entries. Columns with fewer end with -inf."""
     # If few entries are chosen, `flatnonzero` is ten times as fast as `nonzero`.
     rows, columns = np.divmod(np.flatnonzero(chosen), chosen.shape[1])
     order = np.argsort(columns, kind="stable")

@@ -28,7 +28,7 @@ from trak_core.study.dataset_split import Split
 
 # Notebooks show _SHOWN targets, each with _EACH training samples for each sign of the score.
 _SHOWN, _EACH = 5, 3
-# A function that returns a sample as HTML. Its arguments are whether it is a target, and the id.
+# A function of whether a sample is a target, and of the sample's id. It returns HTML.
 ShowSample = Callable[[bool, Any], str]
 
 

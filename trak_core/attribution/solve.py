@@ -1,4 +1,4 @@
-"""Solve TRAK's damped linear systems, k x k or n x n, with NumPy and SciPy."""
+"""Solve damped linear systems with a k x k normal matrix or an n x n Gramian."""
 
 import contextlib
 from collections.abc import Iterable, Sequence
@@ -101,8 +101,9 @@ class DampedMatrix:
                 f"The condition number of the damped matrix must be below {MAX_CONDITION:.0e}. "
                 f"Found {condition} (eigenvalues {smallest:.3g} to {largest:.3g}, with ridge = "
                 f"{ridge:.3g}, {len(matrix)} rows). Raise `scoring.damping`. It must be above 0 if "
-                "gradients are equal or proj_dim exceeds the number of training samples. Without "
-                "projection, it must be above 0 with more training samples than parameters.",
+                "gradients are equal, or if proj_dim exceeds the number of training samples. "
+                "Without a projection, it must be above 0 if there are more training samples than "
+                "parameters.",
                 code="scoring.singular",
             )
         damped = matrix.copy()
@@ -140,7 +141,7 @@ class Spectrum:
         return cls(np.maximum(eigenvalues, 0), vectors)
 
     def norm_products(self, weighted: np.ndarray, gramian: np.ndarray) -> np.ndarray:
-        """Return P = (V^T Y^T Y V) * (V^T Phi^T Phi V), from which ``train_norm`` computes ||B||.
+        """Return P = (V^T Y^T Y V) * (V^T Phi^T Phi V), which is an argument of ``train_norm``.
 
         ``weighted`` is Y^T Y, where Y = diag(|Q|^power) Phi are the features, multiplied by loss
         weights Q. ``gramian`` is Phi^T Phi. Matrices have shape (k, k), float64. The product * is

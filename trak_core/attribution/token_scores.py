@@ -191,7 +191,7 @@ class Pairs:
     vectors: Tensor
 
     def groups(self, pairs: Tensor | None = None) -> list[tuple[int, slice]]:
-        """Return each sample and the slice of all pairs, or of ``pairs``, with this sample."""
+        """Return each sample and the slice of its pairs, among ``pairs`` or among all pairs."""
         samples = self.samples if pairs is None else self.samples[pairs]
         distinct, sizes = samples.unique_consecutive(return_counts=True)
         ends = sizes.cumsum(0)

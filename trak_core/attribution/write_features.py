@@ -142,7 +142,7 @@ def feature_blocks(
 def _awaited(
     chunks: Iterable[tuple[int, int, QueuedFeatures]],
 ) -> Iterator[tuple[int, int, list[Tensor]]]:
-    """Yield start, stop and tensors of each batch. On a GPU, first queue the next batch."""
+    """Yield start, stop and tensors of each batch. A GPU already computes the next batch then."""
     queue: deque[tuple[int, int, QueuedFeatures]] = deque()
     for chunk in chunks:
         queue.append(chunk)
@@ -190,7 +190,7 @@ def write_features(
         spec,
         replace(compute, memory_mb=max(0, left_mb)),
         sampled=sampled,
-        # Equal features are an error for all training samples, but not for the few of a shard.
+        # All training samples must not have equal features, but the few samples of a shard may.
         must_differ=spec.split == TRAIN and n_shards == 1,
     )
     kind = FEATURES if n_shards == 1 else FEATURE_SHARD

@@ -12,13 +12,13 @@ from trak_core.model_outputs.model_output import ModelOutput, at_least_float32
 def pair_margins(
     image: Tensor, text: Tensor, other_images: Tensor, other_texts: Tensor, scale: float = 1.0
 ) -> Tensor:
-    """Return the log-odds of a pair's text among all texts, and of the image among all images.
+    """Return the log-odds of a pair's text among texts, and of the pair's image among images.
 
     Let u and v be the embeddings of the pair's image and text, and u_i and v_j those of the other
     pairs. The log-odds are -log sum_j exp(s <u, v_j - v>) and -log sum_i exp(s <u_i - u, v>).
 
     ``image`` and ``text`` have shape (..., d). ``other_images`` and ``other_texts`` have shape
-    (others, d). The paper's scale s is 1. The result has shape (..., 2), float32 or float64.
+    (others, d). TRAK sets the scale s to 1. The result has shape (..., 2), float32 or float64.
 
     Source: Park et al., "TRAK", ICML 2023, section 5.1 (f is the sum of the two).
     """

@@ -1,4 +1,4 @@
-"""The class ``ModelOutput``: a model output f and its loss weight, with checks of own functions."""
+"""The class ``ModelOutput``, and checks that explain errors in user-defined model outputs."""
 
 import inspect
 import traceback
@@ -43,7 +43,7 @@ class ModelOutput:
         label_number: The number that tables contain for a label: the label itself, or the number
             of entries that are not ignored. The default is the mean of the label's entries.
         read: Selects tensors from the model's return value. The default selects everything.
-        has_labels: Whether samples have a label. If not, functions get 1 as the label.
+        has_labels: Whether samples have a label. If not, the functions get 1 as the label.
         label_ndim: Number of dimensions of a label: 0 for a number, 1 for tokens, 2 for pixels.
             None allows any shape that is the same for all samples.
         n_classes: The number of classes. None if labels are not classes.
@@ -130,7 +130,7 @@ def detached(returned: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class OfValue:
-    """A function of the model output f alone. If f is known, ``function`` can be called directly."""
+    """A function of the model output f alone. If f is known, ``function`` can be called with it."""
 
     value: Callable[[Tensor, Tensor], Tensor]
     function: Callable[[Tensor], Tensor]
@@ -215,8 +215,8 @@ def _of_function(function: Callable[..., Any], name: str) -> ModelOutput:
         return ModelOutput(value=lambda returned, label: function(returned), has_labels=False)
     raise InputError(
         f"{name} must take two arguments, `(returned, label)`: the model's return value for a "
-        "sample and the sample's label. If samples have no label, it must take `(returned)`. Found "
-        f"{signature or 'a function without a signature'}.",
+        "sample and the sample's label. If samples have no label, it must take `(returned)` only. "
+        f"Found {signature or 'a function without a signature'}.",
         code="model_outputs.arguments",
     )
 

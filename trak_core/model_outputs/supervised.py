@@ -31,12 +31,12 @@ def margin(logits: Tensor, label: Tensor) -> Tensor:
 
 
 def probability_weight(f: Tensor) -> Tensor:
-    """Return 1 - p for log-odds f, as sigmoid(-f), which remains accurate if p rounds to 1."""
+    """Return 1 - p for the probability p with log-odds f, accurately even if p rounds to 1."""
     return torch.sigmoid(-f)
 
 
 def probability_curvature(f: Tensor) -> Tensor:
-    """Return p (1 - p), where p is the probability with the log-odds f."""
+    """Return p (1 - p) for the probability p with log-odds f."""
     return torch.sigmoid(f) * torch.sigmoid(-f)
 
 
@@ -49,12 +49,12 @@ def softmax_noise(logits: Tensor, uniform: Tensor) -> Tensor:
     """
     p = at_least_float32(logits).softmax(-1)
     drawn = (p.cumsum(-1) <= uniform.unsqueeze(-1)).sum(-1, keepdim=True)
-    # Because of rounding, the probabilities may sum to less than 1.
+    # Because of rounding, a random number may exceed the sum of all probabilities.
     drawn = drawn.clamp(max=p.shape[-1] - 1)
     return (torch.arange(p.shape[-1], device=p.device) == drawn).to(p.dtype) - p
 
 
-# The loss is l = -log p_y = log(1 + exp(-f)).
+# The loss is l = -log p_y = log(1 + exp(-f)), so the loss weight -dl/df is 1 - p_y.
 CLASSIFICATION = ModelOutput(
     read=read_logits,
     value=margin,
@@ -68,7 +68,7 @@ CLASSIFICATION = ModelOutput(
 
 
 def _log_loss_of_token(margins: Tensor) -> Tensor:
-    """Return log(-log p) for probabilities p with log-odds ``margins``, even if p rounds to 1."""
+    """Return log(-log p) for log-odds ``margins`` of p, accurately even if p rounds to 1."""
     confident = margins > _CONFIDENT
     e = torch.exp(-torch.where(confident, margins, _CONFIDENT))
     series = -margins - e / 2 + 5 * e**2 / 24
