@@ -289,7 +289,7 @@ class FittedAttributor(ABC):
         if scores.samples is None:
             raise InputError(
                 "Scores can be split by tokens only in the process that computed them. Found "
-                "scores from a file, which omits the targets' samples. Call `score` again.",
+                "scores that lack the targets' samples, which pickle omits. Call `score` again.",
                 code="attribution.no_tokens",
             )
         pairs = pd.concat([scores.top(top), scores.bottom(top)], ignore_index=True)

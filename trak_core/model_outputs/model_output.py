@@ -84,8 +84,8 @@ def rows_in(returned: Any, n_samples: int) -> list[Tensor]:
     if lengths or not rows:
         n_rows = f"{lengths[0]} rows" if lengths else "no tensor with rows"
         raise InputError(
-            f"The model must return a row for each sample. Found {n_rows} for a batch of "
-            f"{n_samples} samples.",
+            f"The model must return a row for each sample. Found {n_rows} for a batch "
+            f"of {n_samples}.",
             code="gradients.model_rows",
         )
     return rows
