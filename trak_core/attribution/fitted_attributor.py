@@ -346,7 +346,7 @@ class FittedAttributor(ABC):
         self, loaded: LoadedModel, few: Batch, *, reads_terms: bool = False
     ) -> GradientMethod:
         method = method_for(loaded, few, self._methods, reads_terms=reads_terms)
-        for conditions, (name, _) in self._methods.items():  # each notice is printed once
+        for conditions, (name, _) in self._methods.items():  # Print each notice only once.
             self._methods[conditions] = name, None
         return method
 

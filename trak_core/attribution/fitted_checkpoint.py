@@ -161,8 +161,8 @@ def write_normal_matrix(
     matrix = decomposed = train.matrix("sampled_normal")[:] if draws else gramians[0]
     if is_compact:
         # In the QR decomposition Phi^T = U R, the rows of R^T have the same inner products as the
-        # rows of Phi, but only n < k columns. Therefore R W R^T has the nonzero eigenvalues of N
-        # and the same ||B||. Its eigenvalues take O(n^3) operations instead of O(k^3).
+        # rows of Phi, but only n < k columns. Therefore R W R^T has the nonzero eigenvalues of N,
+        # and yields the same norm of scores, in O(n^3) operations instead of O(k^3).
         compact = np.linalg.qr(rows(0, n_rows).T.astype(np.float64), mode="r").T
         gramians = weighted_gramians([(compact, weights)])
         decomposed = gramians[0]
@@ -208,7 +208,8 @@ def read_normal_matrix(
     """Return the factorized N + ridge I of a checkpoint, and the norm by which to divide scores.
 
     N is the normal matrix in ``file``, and must have been computed from the features in ``train``.
-    The ridge is damping * mean_i w_i |phi_i|^2. The norm is None if scores are not divided by it.
+    The ridge is the damping times the weighted mean squared norm of the features. The norm is None
+    if scores are not divided by it.
     """
     check_same("features", *normal_matrix_specs(file, train, spec), file)
     ridge, norm = spec.damping * file.scalar("mean_squared_norm"), None

@@ -59,8 +59,8 @@ def combined(parts: Iterable[tuple[np.ndarray, np.ndarray, float]], combine: Com
 def checkpoint_weights(loss_weights: np.ndarray, norms: np.ndarray, spec: ScoresSpec) -> np.ndarray:
     """Return the weights v with which scores are a sum over C checkpoints, shape (C, n).
 
-    The scores of ``combined`` are scores[i, j] = sum_c v[c, i] A_c[i, j]. ``loss_weights`` have
-    shape (C, n). ``norms`` are the checkpoints' ||B_c||, shape (C,).
+    With these weights, ``combined`` computes scores[i, j] = sum_c v[c, i] A_c[i, j] from matrices
+    A_c. ``loss_weights`` have shape (C, n). ``norms``, shape (C,), are for ``unit_average`` only.
     """
     powers, combine = powered(loss_weights, spec.loss_weight_power or 1.0), Combine(spec.combine)
     if combine is Combine.PRODUCT_OF_AVERAGES:

@@ -54,7 +54,7 @@ def fill_upper(lower: np.ndarray) -> None:
 
 
 def mean_squared_norm(normal_matrix: np.ndarray, n_rows: int) -> float:
-    """Return the mean of w_i |phi_i|^2 over ``n_rows`` samples, from their normal matrix."""
+    """Return the mean of w_i |phi_i|^2 over samples i from N = sum_i w_i phi_i phi_i^T."""
     return float(np.trace(normal_matrix)) / n_rows
 
 
@@ -237,7 +237,7 @@ class DampedGramian:
 
     @property
     def ridge(self) -> float:
-        """The number that was added to the diagonal, damping * mean_i w_i K_ii."""
+        """The number that was added to the diagonal of the weighted Gramian."""
         return self.damped.ridge
 
     @classmethod

@@ -308,7 +308,7 @@ class Shares:
         for start in range(0, len(used), step):
             chunk = self._directions.rows_of(parameter, used[start : start + step])
             pairs, groups, in_chunk = slice(None), self._groups, indices
-            if step < len(used):  # If all vectors fit, `where` need not await a GPU.
+            if step < len(used):  # `where` waits for a GPU, so it is called only if needed.
                 (pairs,) = torch.where((indices >= start) & (indices < start + step))
                 groups, in_chunk = self._pairs.groups(pairs), indices[pairs] - start
             for first, inner in self._parts(uses, shape):

@@ -67,7 +67,7 @@ def _of_tokens(ahead: int, *, takes_labels: bool = False) -> ModelOutput:
 
 
 def tokens_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the sum of log(p_t / (1 - p_t)) over the labelled tokens, float32 or float64.
+    """Return the sum of the log-odds log(p_t / (1 - p_t)) of all labels, float32 or float64.
 
     Row t of the logits predicts the label at t + 1. ``IGNORED`` labels are skipped. Unlike in
     ``labelled_log_odds``, all tokens count equally, however confident the model is.

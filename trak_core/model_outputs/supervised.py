@@ -106,7 +106,7 @@ def mean_counted(numbers: Tensor, counted: Tensor) -> Tensor:
 
 
 def mean_pixel_margin(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean of log(p / (1 - p)) over the labelled pixels, float32 or float64.
+    """Return the mean of the log-odds log(p / (1 - p)) of all labels, float32 or float64.
 
     Logits have shape (classes, height, width). Labels, shape (height, width), are classes or
     ``IGNORED`` (-100). At least one label must not be ignored.
