@@ -162,7 +162,8 @@ def write_normal_matrix(
     if is_compact:
         # In the QR decomposition Phi^T = U R, the rows of R^T have the same inner products as the
         # rows of Phi, but only n < k columns. Therefore R W R^T has the nonzero eigenvalues of N,
-        # and yields the same norm of scores, in O(n^3) operations instead of O(k^3).
+        # and yields the same norm of scores. The eigenvalues of R W R^T take O(n^3) operations
+        # instead of O(k^3).
         compact = np.linalg.qr(rows(0, n_rows).T.astype(np.float64), mode="r").T
         gramians = weighted_gramians([(compact, weights)])
         decomposed = gramians[0]
