@@ -1,12 +1,12 @@
-"""TRAK data attribution: which training examples made a model predict that?
+"""TRAK data attribution: which training samples made a model predict this?
 
     from trak_core import Attributor
 
     attributor = Attributor(model, "image_classification", checkpoints).fit(train_data)
     scores = attributor.score(target_data)
 
-Importing this package must be fast, because Snakemake imports it for every run. Therefore torch,
-numba and h5py are imported only by the modules that use them.
+This package must be fast to import, because Snakemake imports it for every run. Therefore only the
+modules that use torch, numba or h5py import them.
 """
 
 # ruff: file-ignore[non-empty-init-module]
@@ -17,7 +17,7 @@ from typing import Any
 
 __version__ = "0.3.0"
 
-# These modules are imported at their first use, because they import torch.
+# These classes are imported when they are first used, because their modules import torch.
 _PUBLIC = {"Attributor": "attribution.attributor", "Scores": "attribution.scores"}
 
 
@@ -31,7 +31,7 @@ def open(results: str | Path = "results") -> Any:
     """Return a finished run of the pipeline as a fitted ``Attributor``.
 
     ``results`` is the results folder. ``trak_core.open("results").scores("hard").top(10)`` returns
-    the training samples with the largest scores for each target of the experiment "hard".
-    ``trak_core.open("results").score(targets)`` scores new targets.
+    the ten training samples with the largest scores for each target of the experiment "hard".
+    ``trak_core.open("results").score(targets)`` returns the scores for new targets.
     """
     return import_module("trak_core.queries.open_run").OpenRun(Path(results))

@@ -1,4 +1,4 @@
-"""Define the error for problems that the user can fix, and recognize full memory and disks."""
+"""The exceptions of the package, and functions that recognize full memory and full disks."""
 
 import errno
 import os
@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator
 
 
 class InputError(ValueError):
-    """The error for input that cannot be used. Jobs print its message without a traceback.
+    """The error for input that cannot be used. Jobs print the message without a traceback.
 
     Attributes:
-        code: A stable identifier of the broken rule, such as ``"gradients.label_value"``. The text
-            of the message can change between versions.
+        code: An identifier of the broken rule, such as ``"gradients.label_value"``. Unlike the text
+            of the message, the code does not change between versions.
     """
 
     def __init__(self, message: str, code: str | None = None):
@@ -20,17 +20,17 @@ class InputError(ValueError):
 
 
 class StoppedError(SystemExit):
-    """The exception that SIGTERM or Ctrl-C raises in a job. Like ``SystemExit``, it ends Python."""
+    """The exception that a job raises at SIGTERM or Ctrl-C. Like ``SystemExit``, it ends Python."""
 
 
 def listed(values: Iterable[object]) -> str:
-    """Return a text with the first eight values, and the number of other values, if any."""
+    """Return a text with the first eight values and the number of further values, if any."""
     texts = [str(value) for value in values]
     shown = ", ".join(texts[:8])
     return f"{shown} and {len(texts) - 8} more" if len(texts) > 8 else shown
 
 
-# The error numbers for a full device, an exceeded quota, and a file that is too large.
+# The error numbers of a full disk, an exceeded quota, and a file that is too large.
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -42,9 +42,9 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def disk_full_reason(error: BaseException) -> str | None:
-    """Return the system's message if a full disk caused an error, else None."""
+    """Return the operating system's message if a full disk caused an error, else None."""
     for cause in _chain(error):
-        match = re.search(r"\berrno = (\d+)", str(cause))  # HDF5's messages contain it.
+        match = re.search(r"\berrno = (\d+)", str(cause))  # HDF5 writes it into messages.
         number = int(match[1]) if match else getattr(cause, "errno", None)
         if number in _NO_ROOM:
             return os.strerror(number)
@@ -52,7 +52,7 @@ def disk_full_reason(error: BaseException) -> str | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error is a failed allocation of memory on any device."""
+    """Return whether an error means that memory could not be allocated, on any device."""
     if isinstance(error, MemoryError | OSError):
         return isinstance(error, MemoryError) or error.errno == errno.ENOMEM
     # torch raises an OutOfMemoryError for a GPU, and a plain RuntimeError for the CPU.
@@ -62,5 +62,5 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def caused_by_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error or one of its causes is a failed allocation of memory."""
+    """Return whether an error, or one of its causes, means that memory could not be allocated."""
     return any(map(is_out_of_memory, _chain(error)))

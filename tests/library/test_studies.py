@@ -78,8 +78,9 @@ def test_a_prompt_that_runs_into_its_text_is_told_of_once(weights, tmp_path, cap
     asked = {"prompt": "the sun", "text": "is red"}
     for prompt, text in (("what is ", "red"), ("what is", ", red"), ("\u6f22", "\u5b57")):
         study.encode(prompt=prompt, text=text)
-    study.encode(text="red")
     assert capsys.readouterr().err == ""
+    study.encode(text="red")
+    assert "joined" not in capsys.readouterr().err
     list(study.train_data())
     for _ in range(2):
         study.encode(**asked)

@@ -243,7 +243,7 @@ def test_an_output_of_ones_own(linear, capsys):
     made = Attributor(torch.nn.Linear(3, 1), squared, ["c0.pt"], proj_dim=8).fit(train)
     with open_artifact(made._features("c0"), FEATURES) as file:
         assert file.spec["model_output"].endswith("squared")
-    assert "Q = 1" in capsys.readouterr().out
+    assert "all loss weights are 1" in capsys.readouterr().out
     with refused("attribution.output", "'squared'"):
         Attributor(torch.nn.Linear(3, 1), "squared")
 

@@ -148,7 +148,7 @@ def test_each_job_has_a_gpu_and_a_killed_job_releases_it(server):
     start()
     assert read() == "1\n"
     start()
-    assert read() == "Waiting, because other jobs use all GPUs (2).\n"
+    assert read() == "Waiting for a GPU, because other jobs use all GPUs (2).\n"
     os.kill(first, signal.SIGKILL)
     assert read() == "0\n"
 

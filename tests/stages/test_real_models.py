@@ -169,7 +169,7 @@ def test_one_pass_serves_them_without_a_notice(name, tmp_path, capsys):
 
 def test_a_model_of_pairs_needs_a_scale_and_its_inputs():
     pairs = Split([(torch.zeros(3), torch.ones(3))] * 2, [0, 1])
-    with refused("attribution.logit_scale", re.compile(r"one parameter `logit_scale`, .* Found 0")):
+    with refused("attribution.logit_scale", re.compile(r"one parameter `logit_scale`. .*Found 0")):
         model_output("clip", Pair(), pairs, torch.device("cpu"))
     with pytest.raises(InputError, match=r"of \(1, 3\) float32, \(1, 3\) float32, .* TypeError"):
         model_output("clip", torch.nn.Linear(3, 3), pairs, torch.device("cpu"))

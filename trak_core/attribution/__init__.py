@@ -1,1 +1,1 @@
-"""Load checkpoints, compute features and normal matrices, solve for targets, and average scores."""
+"""Load checkpoints, compute features and normal matrices, and compute scores from them."""

@@ -1,4 +1,4 @@
-"""The class ``Attributor``: scores of training samples for targets, in one Python process."""
+"""The class ``Attributor``, which computes scores in Python without a run of the pipeline."""
 
 import copy
 import re
@@ -52,7 +52,7 @@ from trak_core.settings import TRAIN, Combine, NormalSpec, Weighting
 from trak_core.study.given_data import split_of_data, subset_digest
 from trak_core.study.study import Study
 
-# This text replaces the digest of the data if features are stored in a temporary folder.
+# This text replaces the digest of the data in temporary folders, which no later call can reuse.
 _IN_MEMORY = "in memory"
 
 Weights = str | Path | Mapping[str, Any]
@@ -62,57 +62,60 @@ Output = str | ModelOutput | Callable[..., Tensor]
 class Attributor(FittedAttributor):
     """Attribute a model's predictions to its training samples with TRAK.
 
-    The score of training sample i for target j estimates how much training on i raised the model
-    output f of j. Features are gradients of f, projected to k dimensions. The scores of checkpoint
-    c are
+    The score of training sample i for target j estimates how much training on sample i raised the
+    model output f for target j. Gradients of f are projected to k dimensions and then called
+    features. Each checkpoint c yields a matrix
 
         A_c = Phi_c (Phi_c^T W_c Phi_c + ridge_c I)^-1 T_c^T,
 
-    where Phi_c (n, k) contains the features of the training samples, T_c (m, k) those of the
-    targets, and W_c is a diagonal matrix of weights. Scores are multiplied by the loss weights
-    Q_c = -dl/df of the training samples, where l is the training loss, and averaged over
-    checkpoints. The batch size, memory limit and device affect scores only through rounding. A run
-    of the pipeline with the same settings and checkpoint ids computes the same scores.
+    where the rows of Phi_c (n, k) are the features of training samples, the rows of T_c (m, k) are
+    the features of targets, and W_c is a diagonal matrix of weights. The scores are the A_c,
+    multiplied by the loss weights Q_c = -dl/df of the training samples, where l is the training
+    loss, and averaged over checkpoints as ``combine`` states. The batch size, memory limit and
+    device affect scores only through rounding. A run of the pipeline with the same settings and
+    checkpoint ids computes the same scores.
 
     Args:
-        model: A module, which is copied, or a function that returns a module. The model is used in
-            evaluation mode.
-        output: The model output f to explain: a value of ``model_output`` in a config, such as
-            ``"image_classification"``; a ``ModelOutput``; or a function of the model's return value
-            for one sample and of the sample's label. With a function, all loss weights Q are 1,
-            which is correct if f is minus the training loss.
-        checkpoints: The weights of trained models: a path, a state dict, a list of these, or a dict
-            from ids to these. None for the weights of ``model``. A path is a file or folder in any
-            format that a config accepts. If several checkpoints come from one training run, pass a
-            dict with values ``{"path": ..., "run": ..., "at": ...}``. For a list, ids are the file
-            names without suffix, in which ``_`` replaces characters such as ``=``, or 0, 1, 2, ...
-            if two names are equal. The id determines the projection matrix.
-        projection: None for a random projection, ``"exact"`` for inner products of gradients
-            without a projection (n^2 numbers).
+        model: A ``torch.nn.Module``, which is copied, or a function that returns a module. The
+            model is used in evaluation mode.
+        output: The model output f to explain. It is a value of ``model_output`` in a config, such
+            as ``"image_classification"``; a ``ModelOutput``; or a function of the model's return
+            value for one sample and of the sample's label. For a function, all loss weights are 1,
+            which is only correct if f is minus the training loss.
+        checkpoints: The weights of trained models: a path, a state dict, a list of paths or state
+            dicts, or a dict that maps ids to paths or state dicts. None uses the weights of
+            ``model``. A path is a file or folder in any format that a config accepts. If several
+            checkpoints come from one training run, pass a dict with values
+            ``{"path": ..., "run": ..., "at": ...}``. In a list, the ids of checkpoints are the file
+            names without suffix, with ``_`` for characters such as ``=``. If two names are equal,
+            the ids are 0, 1, 2, ... The projection matrix depends on the id.
+        projection: None for a random projection. ``"exact"`` computes inner products of gradients
+            without a projection, and stores n^2 numbers.
         kind: The kind of the projection matrix. None for the cheapest kind that is as accurate as a
             dense matrix.
         proj_dim: The number of dimensions k. Accuracy grows with k, and memory with n k + k^2.
-        seed: Seed of the projection matrix.
+        seed: The seed of the projection matrix.
         damping: The ratio of ridge_c to the mean of w_i |phi_i|^2 over training samples i, where
-            w_i is an entry of W_c and phi_i a row of Phi_c. None for 2.
-        weighting: ``"plain"`` for W = I, ``"curvature"`` for a power of the curvature d2l/df2. None
-            for a default that depends on the output and the checkpoints. ``combine`` and
-            ``loss_weight_power`` have such defaults too.
+            w_i is a diagonal entry of W_c and phi_i a row of Phi_c. None for 2.
+        weighting: ``"plain"`` sets the weights W_c to 1, and ``"curvature"`` to a power of the
+            curvature d2l/df2. For ``weighting``, ``combine`` and ``loss_weight_power``, None stands
+            for a default that depends on the output and the checkpoints.
         combine: How to average scores over checkpoints: ``"product_of_averages"``,
             ``"average_of_products"`` or ``"unit_average"``.
-        loss_weight_power: The power of Q, in (0, 1].
+        loss_weight_power: The exponent of the loss weights, above 0 and at most 1.
         normalize: Whether to divide the features of each training sample by their norm.
         parameters: Patterns of names of the parameters to differentiate, such as ``"head.*"``.
         preconditioner: ``"adam"`` divides gradients by the square root of Adam's second moments,
             which must be stored with the checkpoints.
-        label_draws: The number of labels to draw from the model for each training sample. The
-            expectation of the normal matrix is then the Gauss-Newton matrix of the training loss.
-            With 0, the normal matrix is Phi_c^T W_c Phi_c.
+        label_draws: The number of labels to draw for each training sample from the distribution
+            that the model predicts. The normal matrix is then computed from these labels, and its
+            expectation is the Gauss-Newton matrix of the training loss. With 0, the normal matrix
+            is Phi_c^T W_c Phi_c.
         features_dtype: The dtype in which features are stored: ``"float32"``, ``"float16"`` or
             ``"int8"``.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"`` ...; ``"auto"`` for CUDA if it is available.
         precision: ``"highest"`` computes matrix products and convolutions in float32. ``"high"``
-            uses TF32, which has three digits, on devices that support it.
+            uses TF32, which has about three decimal digits, on devices that support it.
         batch_size: The largest number of samples in a batch.
         memory_mb: The memory limit for arrays, in MiB.
         threads: The number of CPU threads for the projection. None for the number that torch uses.
@@ -124,7 +127,7 @@ class Attributor(FittedAttributor):
         >>> _ = torch.manual_seed(0)
         >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 3))
         >>> images = torch.randn(60, 1, 8, 8)
-        >>> labels = model(images).argmax(1)  # in practice, the labels that it was trained on
+        >>> labels = model(images).argmax(1)  # in practice, the labels used for training
         >>> attributor = Attributor(model, "image_classification", proj_dim=32)
         >>> attributor.fit((images, labels))
         Attributor of 1 checkpoint, fitted to 60 training samples
@@ -202,7 +205,7 @@ class Attributor(FittedAttributor):
 
     @classmethod
     def of_study(cls, study: Study, config: Mapping[str, Any]) -> Self:
-        """Return the attributor of a study, with the settings of a config.
+        """Return an attributor for the model of a study, with the settings of a config.
 
         ``fit()`` without data uses the study's training samples. The config must have the keys
         ``checkpoints`` and ``model_output``. Keys that do not affect scores are ignored.
@@ -236,16 +239,17 @@ class Attributor(FittedAttributor):
         *,
         ids: Iterable[int | str] | None = None,
     ) -> Self:
-        """Compute the training samples' features and normal matrix for every checkpoint.
+        """Compute the features and the normal matrix of the training samples for every checkpoint.
 
         Args:
             train_data: The samples on which the checkpoints were trained, without random
                 augmentation: ``(inputs, labels)`` in tensors, a Dataset or a DataLoader (see
                 ``split_of_data``). None for the training samples of the study given to
                 ``of_study``.
-            folder: A folder for the files, in the layout of a run's results. None for a temporary
-                folder. A later call with the same data and settings reuses the files of finished
-                checkpoints, if the model outputs of eight samples are the stored ones.
+            folder: The folder in which features and normal matrices are stored, with the same
+                layout as the results of a run. None for a temporary folder. A later call with the
+                same data and settings reuses the files of finished checkpoints, after checking that
+                eight samples still have the stored model outputs.
             ids: An id for each sample. None for 0, 1, 2, ...
 
         Returns:
@@ -285,7 +289,7 @@ class Attributor(FittedAttributor):
         return self
 
     def __repr__(self) -> str:
-        """Return the number of checkpoints and of training samples."""
+        """Return a text with the numbers of checkpoints and training samples."""
         n, train = len(self.checkpoints), self._setup.train
         fitted = f"fitted to {len(train.ids)} training samples" if train else "not fitted"
         return f"Attributor of {n} checkpoint{'s' * (n != 1)}, {fitted}"
@@ -295,9 +299,9 @@ class Attributor(FittedAttributor):
         own = None if isinstance(output, str) else own_output(output, spec.model_output)
         if not isinstance(output, str | ModelOutput):
             notice(
-                f"all training samples have the loss weight Q = 1 with {spec.model_output}, which "
-                "is correct only if that output is minus the training loss. Otherwise, pass "
-                "ModelOutput(value, loss_weight)."
+                f"all loss weights are 1, because {spec.model_output} is a function without loss "
+                "weights. This is correct only if the function returns minus the training loss. "
+                "Otherwise, pass ModelOutput(value, loss_weight)."
             )
         return LoadedModel.load(
             (lambda: copy.deepcopy(model)) if isinstance(model, nn.Module) else model,
@@ -314,13 +318,13 @@ class Attributor(FittedAttributor):
         is_temporary = self.settings.features.study_digest == _IN_MEMORY
         remedy = "Call `fit` again" if is_temporary else "Pass another folder, or delete this one"
         raise InputError(
-            "Features in the folder of `fit` must have been computed from the same data, model and "
-            f"settings. Found a difference in {', '.join(names)}, in {path}. {remedy}.",
+            "Stored features must have been computed from the same data, model and settings. The "
+            f"file {path} differs in: {', '.join(names)}. {remedy}.",
             code="attribution.other_folder",
         )
 
     def _fit_checkpoint(self, name: str, bar: Any) -> str:
-        """Write the missing files of a checkpoint, and return the digest of its weights."""
+        """Write the missing files of the checkpoint ``name``. Return the digest of the weights."""
         path, own, compute = self._features(name), self.settings.under(name), self._compute
         loaded = replace(self._load(name), method_of=self._method_for)
         if path.exists() and self._is_current(name, loaded):
@@ -345,11 +349,11 @@ class Attributor(FittedAttributor):
         if fit and fit.is_doubtful:
             notice(
                 f"the models predict their training samples badly. {fit.measure} Check that inputs "
-                "and labels are the same as in training, and that checkpoints were saved after it."
+                "and labels are as in training, and that checkpoints were saved after training."
             )
 
     def _is_current(self, name: str, loaded: LoadedModel) -> bool:
-        """Return whether a file is for this checkpoint. Refuse a file of other data or settings."""
+        """Return whether stored features are of this checkpoint. Other settings raise an error."""
         with self._open_features(name) as file:
             differ, columns = self._differing_keys(name, loaded, file), stored_columns(file)
         if differ == ["checkpoint"]:
@@ -362,7 +366,7 @@ class Attributor(FittedAttributor):
 
 
 def _is_normal_matrix_of(path: Path, train: Artifact, spec: NormalSpec) -> bool:
-    """Return whether a file exists and is the normal matrix of the features in ``train``."""
+    """Return whether ``path`` is a file with the normal matrix of the features in ``train``."""
     if not path.exists():
         return False
     with open_artifact(path, NORMAL_MATRIX) as file:
@@ -376,7 +380,7 @@ def _without_none(**settings: Any) -> dict[str, Any]:
 
 
 def _read_checkpoints(given: Any) -> tuple[dict[str, Checkpoint], dict[str, Any]]:
-    """Return the checkpoints by id, sorted, and a path, a state dict or None for each id."""
+    """Return the checkpoints, sorted by id, and a dict from ids to paths, state dicts or None."""
     if given is None:
         return {"model": Checkpoint("model", path="")}, {"model": None}
     if isinstance(given, str | Path) or _is_state_dict(given):
@@ -408,7 +412,7 @@ def _read_checkpoints(given: Any) -> tuple[dict[str, Checkpoint], dict[str, Any]
 
 
 def _id_of(path: str | Path) -> str:
-    """Return the id of a file, such as ``epoch_1-step_60`` for ``epoch=1-step=60.ckpt``."""
+    """Return a checkpoint's id, such as ``epoch_1-step_60`` for ``epoch=1-step=60.ckpt``."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", Path(path).stem).lstrip(".-")
 
 
@@ -418,12 +422,12 @@ def _is_state_dict(given: Any) -> bool:
 
 
 def _name_of_output(output: Output) -> str:
-    """Return the name of a model output, which is stored in files."""
+    """Return the name under which a model output is stored in files."""
     if isinstance(output, str):
         if output not in TABLE and function_location(output) is None:
             raise InputError(
-                f"`output` must be one of {', '.join(TABLE)}; `file.py:function`; a function; or a "
-                f"ModelOutput. Found {output!r}.",
+                "`output` must be a function, a ModelOutput, a text like `file.py:function`, or "
+                f"one of the names {', '.join(TABLE)}. Found {output!r}.",
                 code="attribution.output",
             )
         return output
@@ -432,12 +436,12 @@ def _name_of_output(output: Output) -> str:
 
 
 def _check_scoring(scoring: Mapping[str, Any]) -> None:
-    """Raise an error for values that the schema of the config does not allow."""
+    """Raise an error for settings with values that the schema of the config does not allow."""
     power, damping = scoring["loss_weight_power"], scoring["damping"]
     if not 0 < power <= 1 or not 0 <= damping < float("inf"):
         raise InputError(
-            "`loss_weight_power` must be above 0 and at most 1, and `damping` at least 0. Found "
-            f"{power} and {damping}.",
+            "`loss_weight_power` must be above 0 and at most 1, and `damping` must be finite and "
+            f"at least 0. Found `loss_weight_power` {power} and `damping` {damping}.",
             code="attribution.scoring",
         )
     for key, values in (("combine", Combine), ("weighting", Weighting), ("precision", PRECISIONS)):
@@ -449,7 +453,7 @@ def _check_scoring(scoring: Mapping[str, Any]) -> None:
 
 
 def _device_named(given: str | torch.device, *, projects: bool) -> torch.device:
-    """Return a device. See ``takes_cuda`` for ``projects`` and errors."""
+    """Return the torch device ``given``, after checking it with ``takes_cuda``."""
     if given == "auto":
         given = "cuda" if takes_cuda("auto") else "cpu"
     device = torch.device(given)

@@ -1,4 +1,4 @@
-"""Batch texts of similar lengths, to avoid padding, and restore the order of results."""
+"""Sort texts by length, so that batches have little padding, and restore the order of results."""
 
 import inspect
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -23,16 +23,16 @@ _MASK = "attention_mask"
 class OrderedSamples:
     """Samples in the order in which they are processed.
 
-    If texts differ in length, each window of texts is sorted by length, longest first. Otherwise
-    samples are in the order of the study.
+    If samples are texts of different lengths, they are divided into windows of consecutive texts,
+    and each window is sorted by length, longest first. Otherwise samples keep the study's order.
 
     Attributes:
-        split: The samples in this order.
-        rows: The row of each sample in the study's order, shape (n,).
-        lengths: Number of tokens of each text. None if no padding is needed.
-        shapes: The shapes of all texts, which determine the padding, or None.
-        makes_mask: Whether texts get an attention mask of ones.
-        window: Number of samples that are sorted together.
+        split: The samples in the order of processing.
+        rows: The index of each sample in the study's order, shape (n,).
+        lengths: The number of tokens of each text. None if no padding is needed.
+        shapes: The shapes of all texts, which determine the padding. None if there is no padding.
+        makes_mask: Whether to add an attention mask, which is 1 for tokens and 0 for padding.
+        window: The number of samples in a window.
     """
 
     split: Split
@@ -47,7 +47,7 @@ class OrderedSamples:
         return len(self.rows)
 
     def batch(self, start: int, stop: int) -> Batch:
-        """Return a batch on the CPU. If texts differ in length, they are padded on the right."""
+        """Return samples ``start`` to ``stop`` as a CPU batch. Texts are padded on the right."""
         if self.lengths is None:
             return as_batch(self.split.batch(start, stop), self.output)
         return joined([self._text(i) for i in range(start, stop)])
@@ -71,7 +71,7 @@ class OrderedSamples:
         return replace(text, kwargs=kwargs, lengths=lengths, along=along)
 
     def few(self, n: int) -> list[int]:
-        """Return up to ``n`` positions, including those of the longest and the shortest text."""
+        """Return positions of up to ``n`` samples, first of the longest and the shortest text."""
         if self.lengths is None:
             return list(range(min(n, len(self))))
         by_length = np.argsort(self.lengths, kind="stable")[::-1]
@@ -79,17 +79,20 @@ class OrderedSamples:
         return list(dict.fromkeys(by_length[[0, -1, *spread]].tolist()))[:n]
 
     def naming_longest(self) -> AbstractContextManager[None]:
-        """Return a context that adds the longest text to errors that its length may have caused."""
+        """Return a context that names the longest text in errors that long texts may cause."""
         if self.lengths is None:
             return nullcontext()
         longest = int(np.argmax(self.lengths))
         return naming_text(self.split.ids[longest], self.lengths[longest])
 
     def batches_of(self, most: int, room: MemoryBudget | None = None) -> Callable[[int], int]:
-        """Return a function of a batch's first sample that returns its size, within one window."""
+        """Return a function that maps the position of a batch's first sample to the batch size.
+
+        A batch has at most ``most`` samples, fits into ``room`` and lies in one window.
+        """
 
         def at_once(start: int) -> int:
-            # The first text of a batch is its longest.
+            # Texts are sorted, so the first text of a batch is the longest one.
             length = 0 if self.lengths is None else self.lengths[start]
             fit = most if room is None else min(most, room.most(length))
             return fit if self.lengths is None else min(fit, self.window - start % self.window)
@@ -99,7 +102,10 @@ class OrderedSamples:
     def in_order(
         self, blocks: Iterable[tuple[int, int, Sequence[Tensor]]]
     ) -> Iterator[tuple[int, int, Sequence[Tensor]]]:
-        """Yield start, stop and results in the study's order, one window at a time."""
+        """Yield start, stop and results of each window in the study's order.
+
+        ``blocks`` are the start, stop and results of batches in the order of processing.
+        """
         if self.lengths is None:
             yield from blocks
             return
@@ -115,7 +121,7 @@ class OrderedSamples:
 
 @contextmanager
 def naming_text(sample_id: object, length: int) -> Generator[None, None, None]:
-    """Add the id and length of a text to errors that its length may have caused."""
+    """Add a text's id and length to errors that the text may have caused in the context."""
     try:
         yield
     except InputError as error:
@@ -123,9 +129,9 @@ def naming_text(sample_id: object, length: int) -> Generator[None, None, None]:
             raise
         raise InputError(
             f"{str(error).rstrip('.')}. Sample {sample_id} is a text of {length} tokens. Texts "
-            "must not exceed the model's maximum length, and must fit in memory. Split longer "
-            "texts, or truncate them as in training (in a ready-made study, for example with "
-            "`study_arguments: {max_tokens: 64}`).",
+            "must fit in memory, and must not exceed the model's maximum length. Split longer "
+            "texts, or truncate them as in training. For a ready-made study, set for example "
+            "`study_arguments: {max_tokens: 64}`.",
             code=error.code,
         ) from error
 
@@ -136,8 +142,8 @@ def order_samples(
     """Return the samples of each split in the order in which they are processed.
 
     All texts are read once to find their lengths. If any two texts differ in length, the texts of
-    all splits are padded, with an attention mask if the model takes one. ``window`` is the number
-    of samples that are sorted together, or None for all of them.
+    all splits are padded, and get an attention mask if the model accepts one. ``window`` is the
+    number of consecutive samples that are sorted by length together. None sorts all samples.
     """
     shapes = None
     if output.label_ndim == 1:
@@ -156,7 +162,7 @@ def order_samples(
         tokens = np.array(shapes.lengths[first : first + n])
         first += n
         own_window = window or n
-        # lexsort is stable. It sorts by window, then by length, longest first.
+        # lexsort sorts by its last key first: by window, and within a window by descending length.
         rows = np.lexsort([-tokens, np.arange(n) // own_window])
         text = as_batch(split.batch(0, 1), output)
         makes_mask = takes_mask and not text.args and _MASK not in text.kwargs
@@ -168,7 +174,7 @@ def order_samples(
 
 
 def subset(split: Split, rows: Sequence[int]) -> Split:
-    """Return the samples of some rows, in the order of ``rows``."""
+    """Return the samples with the indices ``rows``, in the order of ``rows``."""
     samples = Subset(split.samples, rows)  # pyright: ignore[reportArgumentType]
     ids = [split.ids[i] for i in rows]
     return Split(samples, ids)  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,4 @@
-"""Summarize scores over checkpoints: tables of samples, and the largest scores of each target."""
+"""Combine checkpoints in tables: one of samples, and one of the largest scores of each target."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,12 +22,12 @@ from trak_core.attribution.score_formulas import (
 from trak_core.config.memory_needs import CHUNK_ROWS
 from trak_core.model_outputs.about_outputs import About
 
-# The number of scores in a block that stays in the processor's cache from one step to the next.
+# A block with this many scores stays in the processor's cache from one step to the next.
 _FAST_SCORES = 2**21
 
 
 def fast_rows(n_targets: int) -> int:
-    """Return the number of rows of scores that fit into the cache, a multiple of CHUNK_ROWS."""
+    """Return how many rows of scores fit into the cache, as a multiple of ``CHUNK_ROWS``."""
     return max(1, _FAST_SCORES // n_targets // CHUNK_ROWS) * CHUNK_ROWS
 
 
@@ -40,20 +40,20 @@ def _sd(values: np.ndarray, _: int) -> np.ndarray:
 
 
 def sample_table(parts: Sequence[Part], side: str, block: int) -> dict[str, np.ndarray]:
-    """Return the table of training samples (``side`` is ``train``) or of targets (``target``).
+    """Return a table of the training samples (``side="train"``) or targets (``side="target"``).
 
     Columns are ``id``, ``label``, ``prediction``, ``output``, ``output_sd`` and, for training
-    samples, ``loss_weight``, shape (n,) each. ``output`` and ``loss_weight`` are means over
-    checkpoints, and ``output_sd`` the standard deviation. A predicted class is the class that most
-    checkpoints predict. Predictions that are not classes are averaged. ``block`` rows are read at a
-    time.
+    samples, ``loss_weight``, shape (n,) each. ``parts`` are the data of checkpoints. ``output`` and
+    ``loss_weight`` are means over checkpoints, and ``output_sd`` is the standard deviation of the
+    outputs. ``prediction`` is the class that most checkpoints predict or, if predictions are not
+    classes, their mean. ``block`` rows are read at a time.
     """
     ids, labels = (parts[0].vector(f"{side}_{key}") for key in ("ids", "labels"))
 
     def summarized(
         key: str, summary: Callable[[np.ndarray, int], np.ndarray] = _mean
     ) -> np.ndarray:
-        """Apply a function of values (checkpoints, rows) and the first row to blocks of rows."""
+        """Return ``summary`` of the values of all checkpoints, computed in blocks of rows."""
         return np.concatenate([
             summary(np.stack([part.vector(key, i, i + block) for part in parts]), i)
             for i in range(0, len(ids), block)
@@ -75,9 +75,10 @@ def sample_table(parts: Sequence[Part], side: str, block: int) -> dict[str, np.n
 
 
 def add_improving_signs(targets: dict[str, np.ndarray], about: About, *, is_mean: bool) -> None:
-    """Add the column ``improves``, the sign of scores that improve each target, if it is known.
+    """Add the column ``improves``: the sign of the scores that reduce each target's loss.
 
-    It is unknown for a mean of targets, which has no label, unless ``about.better`` is ``larger``.
+    The column is omitted if the sign is unknown, because ``about.better`` is empty, or because it
+    is ``closer`` and each target is a mean of samples (``is_mean``), which has no label.
     """
     if about.better and (about.better == "larger" or not is_mean):
         compared = targets["label"], targets["prediction"]
@@ -88,9 +89,9 @@ def add_improving_signs(targets: dict[str, np.ndarray], about: About, *, is_mean
 class KeptScores:
     """A summary of the scores of some training samples for all targets.
 
-    ``helpful`` and ``harmful`` are the largest scores and negated scores of each target, or None
-    without training samples. ``by_sample`` contains ``help``, ``harm`` and ``harmed_label`` if they
-    are known, shape (rows,) each.
+    ``helpful`` contains the largest scores of each target, and ``harmful`` the largest negated
+    scores. Without training samples, they are None. ``by_sample`` contains the columns ``help``,
+    ``harm`` and ``harmed_label`` of the training samples if they are known, shape (rows,) each.
     """
 
     helpful: Extremes | None
@@ -105,10 +106,11 @@ class KeptScores:
         labels: np.ndarray | None,
         top: int,
     ) -> Self:
-        """Return the summary of blocks. A block is its first row number and its scores (rows, m).
+        """Return the summary of blocks of scores, with ``top`` scores of each sign for each target.
 
-        ``improves`` are the signs of the scores that improve each target, shape (m,), or None if
-        they are unknown. ``labels`` are the targets' classes, shape (m,), or None.
+        A block consists of the number of its first row, and of scores (rows, m). ``improves`` are
+        the signs of the scores that reduce each target's loss, shape (m,), or None if they are
+        unknown. ``labels`` are the targets' classes, shape (m,), or None.
         """
         helpful = harmful = None
         by_sample: defaultdict[str, list[np.ndarray]] = defaultdict(list)
@@ -125,7 +127,7 @@ class KeptScores:
 
     @classmethod
     def of_shards(cls, shards: Sequence[Artifact], top: int) -> Self:
-        """Combine the summaries of non-empty shards, which must be in the order of their rows."""
+        """Return the combined summary of non-empty shards, which must be in the order of rows."""
         keys = [key for key in ("help", "harm", "harmed_label") if shards[0].has(key)]
         by_sample = {key: np.concatenate([s.vector(key) for s in shards]) for key in keys}
 
@@ -149,11 +151,11 @@ class KeptScores:
 def influence_table(
     kept: KeptScores, train: Mapping[str, np.ndarray], targets: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Return the table of each target's largest positive and negative scores, without zeros."""
+    """Return a table of each target's largest positive and lowest negative scores."""
     helpful, harmful = kept.helpful, kept.harmful
     assert helpful is not None
     assert harmful is not None
-    # Axes are (target, sign, rank), which is the order of the table.
+    # The axes are target, sign and rank, because the table is sorted in this order.
     rows = np.stack([helpful.rows.T, harmful.rows.T], axis=1)
     sizes = np.stack([helpful.scores.T, harmful.scores.T], axis=1)
     is_kept = sizes > 0

@@ -1,7 +1,7 @@
-"""Call a language model and compute its logits for a few tokens at a time.
+"""Compute the logits of a language model for a few tokens at a time, to save memory.
 
-The last layer of the model, a linear layer with one row of weights for each vocabulary entry,
-returns a placeholder. Logits are computed from the placeholder when the labels are known.
+The last layer of the model is linear, with one row of weights for each vocabulary entry. While the
+model is called, this layer returns a placeholder. Logits are computed later from the placeholder.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,14 +27,16 @@ _ABOUT = {"__get__", "dim", "size", "numel", "is_floating_point", "is_complex", 
 
 
 class _LogitsNeededError(Exception):
-    """The error for a model that calls a function that needs the values of its logits."""
+    """The error for a model that needs the values of its logits, which a placeholder lacks."""
 
 
 class DeferredLogits(Tensor):
-    """Placeholder for logits, shape (..., V): a linear layer, followed by entrywise functions.
+    """A placeholder for logits of shape (..., vocabulary size), which are not computed yet.
 
-    Operations other than slicing rows and entrywise functions raise ``_LogitsNeededError``, because
-    they might write into the logits or return a view of them.
+    It stores the inputs ``hidden`` of the model's last layer, and in ``head`` this layer with the
+    entrywise functions that follow it. Slices of rows and entrywise functions return another
+    placeholder. The shape and dtype can be read. All other operations raise
+    ``_LogitsNeededError``, because they need the logits or might write into them.
     """
 
     head: Head
@@ -42,7 +44,7 @@ class DeferredLogits(Tensor):
 
     @staticmethod
     def of(hidden: Tensor, head: Head) -> "DeferredLogits":
-        """Return a placeholder for the logits of ``head`` at ``hidden``, shape (..., d)."""
+        """Return a placeholder for the logits that ``head`` computes from ``hidden`` (..., d)."""
         with torch.no_grad(), torch._C.DisableTorchFunction():
             like = head.logits(hidden.new_empty(0, hidden.shape[-1]))
         shape = (*hidden.shape[:-1], len(head.weight))
@@ -78,18 +80,18 @@ class DeferredLogits(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Operations that are not torch functions call this, such as the view ``logits.data``.
+        # Operations that bypass ``__torch_function__`` call this method, such as ``logits.data``.
         raise _LogitsNeededError
 
     def _are_rows(self, index: Any) -> bool:
-        """Return whether an index selects whole rows, with all entries of the vocabulary."""
+        """Return whether an index slices rows, but keeps all vocabulary entries of a row."""
         parts = index if isinstance(index, tuple) else (index,)
         n_dims = self.hidden.ndim - 1
         return len(parts) <= n_dims and all(isinstance(part, slice) for part in parts)
 
 
 class _Defers(TorchFunctionMode):
-    """A mode in which linear layers with ``n_classes`` rows return placeholders."""
+    """A torch mode in which linear layers with ``n_classes`` outputs return ``DeferredLogits``."""
 
     def __init__(self, n_classes: int) -> None:
         super().__init__()
@@ -112,16 +114,17 @@ class _Defers(TorchFunctionMode):
 
 
 class MarginsOfTokens(nn.Module):
-    """A language model that returns the margins of its tokens instead of logits.
+    """A wrapper of a language model that returns the log-odds of labels instead of logits.
 
-    It takes the model's arguments and ``labels``. It returns a tensor of shape (batch, tokens, 2)
-    with the margin of each label, and 1 if the label is the most likely token, else 0. If the model
-    does not end in a linear layer and entrywise functions, all logits are computed together.
+    It takes the model's arguments and ``labels``, and returns a tensor of shape (batch, tokens, 2).
+    For each label, the tensor contains the log-odds, which are also called margin, and 1 if the
+    label is the most likely token, else 0. If the model does not end in a linear layer and
+    entrywise functions, all logits are computed together.
 
     Attributes:
-        output: The model output f as a function of margins, the same up to rounding.
-        n_classes: Size of the vocabulary, known after the first call of the model.
-        is_deferred: Whether the last call computed logits in pieces.
+        output: The model output f, computed from margins. Its values are the same up to rounding.
+        n_classes: The size of the vocabulary. None before the first call of the model.
+        is_deferred: Whether the last call computed logits for a few tokens at a time.
     """
 
     def __init__(self, model: nn.Module, output: ModelOutput) -> None:
@@ -135,7 +138,7 @@ class MarginsOfTokens(nn.Module):
         self._n_rows = vocabulary_size(model)
 
     def forward(self, *args: Tensor, labels: Tensor, **kwargs: Tensor) -> Tensor:
-        """Return margins, and whether each label is the most likely token."""
+        """Return the margin of each label, and 1 if the label is the most likely token, else 0."""
         logits = self._logits(args, kwargs, labels)
         labels = labels[:, self._ahead :]
         classes = torch.where(labels == IGNORED, 0, labels)
@@ -148,7 +151,7 @@ class MarginsOfTokens(nn.Module):
         return torch.stack([margins, is_right.to(margins.dtype)], dim=-1)
 
     def _logits(self, args: Any, kwargs: Any, labels: Tensor) -> Tensor:
-        """Return logits or a placeholder. A model that needs its logits' values is called twice."""
+        """Return a placeholder, or logits from a second call if the model needs their values."""
         if self._can_defer:
             try:
                 with _Defers(self._n_rows):
@@ -163,7 +166,7 @@ class MarginsOfTokens(nn.Module):
         return logits[:, : logits.shape[1] - self._ahead]
 
     def told(self, n_tokens: int) -> str:
-        """Return a notice on how logits are computed. The model must have been called before."""
+        """Return a notice that states how logits were computed in the last call of the model."""
         way = "together, because the model does not end in a linear layer and entrywise functions"
         if self.is_deferred:
             way = "a few tokens at a time, and again in the backward pass, which needs less memory"
@@ -172,7 +175,7 @@ class MarginsOfTokens(nn.Module):
 
 
 def vocabulary_size(model: nn.Module) -> int:
-    """Return the number of rows of the largest embedding, or of the largest matrix without one."""
+    """Return the largest number of rows of any embedding or, without embeddings, of any matrix."""
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     matrices = tables or [p for p in model.parameters() if p.ndim == 2]
     return max(map(len, matrices), default=0)

@@ -1,4 +1,4 @@
-"""Find the device of a config, and reserve one GPU for this process."""
+"""Find the device that a config names, reserve a GPU, and set the precision of products."""
 
 import os
 import tempfile
@@ -18,7 +18,7 @@ from trak_core.runtime.progress import print_line
 _P = ParamSpec("_P")
 _LOOK_SECONDS = 1.0
 
-# torch's settings for products of float32 numbers, and their value for each ``precision``.
+# torch's settings for the precision of float32 products, and the values that a config can choose.
 _of: Any = torch.backends
 _PRODUCTS: Sequence[Any] = (
     *(_of.cuda.matmul, _of.cudnn.conv, _of.cudnn.rnn),
@@ -29,10 +29,10 @@ PRECISIONS = {"highest": "ieee", "high": "tf32"}
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """The device and the limits of a computation, which affect results only through rounding.
+    """The device and the limits of a computation. They affect results only through rounding.
 
-    ``batch_size`` is the largest number of samples in a batch. ``memory_mb``, the limit for arrays
-    in MiB, may reduce it. ``threads`` is the number of CPU threads for the projection.
+    A batch has at most ``batch_size`` samples, and fewer if arrays would need more than
+    ``memory_mb`` MiB. ``threads`` is the number of CPU threads for the projection.
     """
 
     device: torch.device
@@ -42,7 +42,7 @@ class Compute:
 
 
 def takes_cuda(name: str, *, projects: bool = False) -> bool:
-    """Return whether the device ``name`` of a config is CUDA. ``auto`` is CUDA if it is available.
+    """Return whether a config's device is CUDA. ``auto`` is CUDA if a CUDA device is available.
 
     Raises:
         InputError: If the name is ``cuda`` and torch finds no CUDA device, or if ``projects`` is
@@ -51,8 +51,9 @@ def takes_cuda(name: str, *, projects: bool = False) -> bool:
     is_available = torch.cuda.is_available()
     if name == "cuda" and not is_available:
         raise InputError(
-            "compute.device is cuda, so torch must find a CUDA device. Found none. Check "
-            "`nvidia-smi` and that torch is a CUDA build, or set compute.device to cpu or auto.",
+            "With `compute.device: cuda`, torch must find a CUDA device. Found none. Check that "
+            "`nvidia-smi` lists a GPU and that torch is a CUDA build, or set compute.device to cpu "
+            "or auto.",
             code="attribution.no_cuda",
         )
     is_cuda = name == "cuda" or (name == "auto" and is_available)
@@ -66,7 +67,7 @@ def takes_cuda(name: str, *, projects: bool = False) -> bool:
 def find_device(name: str, *, projects: bool = False) -> torch.device:
     """Return the device for the name ``auto``, ``cpu`` or ``cuda`` in a config.
 
-    A job reserves the first GPU that no other job has reserved. If there is none, the job waits.
+    For CUDA, reserve the first GPU that no other job has reserved, or wait until a GPU is free.
     """
     if not takes_cuda(name, projects=projects):
         return torch.device("cpu")
@@ -80,8 +81,9 @@ def find_device(name: str, *, projects: bool = False) -> torch.device:
 def float32_precision(precision: str) -> Generator[None, None, None]:
     """Set the precision of float32 products in the context, and restore torch's settings on exit.
 
-    With ``highest``, factors of matrix products and convolutions are float32. (torch's default is
-    TF32 for convolutions on CUDA.) With ``high``, they are TF32 on devices that support it.
+    With ``highest``, matrix products and convolutions multiply float32 numbers. (On CUDA, torch's
+    default for convolutions is TF32.) With ``high``, they multiply TF32 numbers on devices that
+    support TF32.
     """
     before = [product.fp32_precision for product in _PRODUCTS]
     set_float32_precision(precision)
@@ -92,12 +94,12 @@ def float32_precision(precision: str) -> Generator[None, None, None]:
 
 
 def set_float32_precision(precision: str) -> None:
-    """Set the precision as in ``float32_precision``, in case a study's file has changed it."""
+    """Set the precision as in ``float32_precision``. A study's file may have changed it."""
     _round_factors([PRECISIONS[precision]] * len(_PRODUCTS))
 
 
 def at_precision(stage: Callable[_P, None]) -> Callable[_P, None]:
-    """Run a stage with the precision in its ``spec``."""
+    """Return a function that runs a stage with the precision in the argument ``spec``."""
 
     @wraps(stage)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
@@ -118,17 +120,17 @@ def _round_factors(dtypes: Sequence[str]) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """Return a device's name, as it is stored in a file's provenance."""
+    """Return the name of a device that is stored in the provenance of files."""
     return f"cuda {torch.cuda.get_device_name(device)}" if device.type == "cuda" else "cpu"
 
 
 @cache
 def hold_one(names: tuple[str, ...]) -> int:
-    """Return the index in ``names`` of a GPU that is reserved until this process ends.
+    """Return the index in ``names`` of a GPU, after reserving the GPU until this process ends.
 
-    The function waits until a GPU is free. A lock on a file in the system's temporary folder
-    reserves a GPU. The system releases the lock when the process ends, even if it is killed. Every
-    process on this machine must use the same name, such as a UUID, for the same GPU.
+    If no GPU is free, the function waits. A GPU is reserved by a lock on a file in the system's
+    temporary folder. The system releases the lock when the process ends, even if it is killed. All
+    processes on this machine must use the same name, such as a UUID, for the same GPU.
     """
     import fcntl  # This module does not exist on Windows.
 
@@ -146,13 +148,14 @@ def hold_one(names: tuple[str, ...]) -> int:
                 os.close(descriptor)
                 raise InputError(
                     f"{folder}: the folder for temporary files must be on a disk that supports "
-                    f"file locks, which jobs need to share GPUs. Found {error.strerror}. Set "
-                    "another folder on this machine, such as TMPDIR=/dev/shm before the command.",
+                    "file locks, because jobs reserve GPUs with locks. Locking a file failed: "
+                    f"{error.strerror}. Set another folder on this machine, for example by writing "
+                    "TMPDIR=/dev/shm before the command.",
                     code="model.gpu_locks",
                 ) from error
             else:
                 return index  # The open descriptor keeps the lock.
         if not waiting:
-            print_line(f"Waiting, because other jobs use all GPUs ({len(names)}).")
+            print_line(f"Waiting for a GPU, because other jobs use all GPUs ({len(names)}).")
             waiting = True
         time.sleep(_LOOK_SECONDS)

@@ -1,4 +1,4 @@
-"""The base class of attributors. It scores targets with stored features of training samples."""
+"""The base class of attributors, which compute scores from stored features or Gramians."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -53,20 +53,20 @@ _COLUMNS = ("labels", "outputs", "predictions", "loss_weights")
 
 
 def stored_columns(file: Artifact) -> dict[str, np.ndarray]:
-    """Return the columns in a file of features or of a Gramian, by name."""
+    """Return labels, outputs, predictions and loss weights of a file's samples, by name."""
     return {key: file.vector(key) for key in _COLUMNS}
 
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """A loaded checkpoint, and the results of ``Attributor.fit`` for its training samples.
+    """A loaded checkpoint, and the results of ``Attributor.fit`` that are needed to score targets.
 
     Attributes:
         train: The training samples.
-        columns: Their ``stored_columns``.
-        norm: The norm ||B||, or None if scores are not divided by it.
-        damped: The factorized matrix N + ridge I, or the damped Gramian for exact scores.
-        features: Phi_c, in a file or in memory. None for exact scores.
+        columns: The ``stored_columns`` of the training samples.
+        norm: The norm by which this checkpoint's scores are divided, or None if they are not.
+        damped: The factorized damped normal matrix or, for exact scores, damped Gramian.
+        features: The training samples' features, in a file or in memory. None for exact scores.
     """
 
     loaded: LoadedModel
@@ -79,7 +79,7 @@ class Scorer:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the model, the factorization, and the features or the Gramian."""
+        """The memory in bytes of the model, the factorized matrix, and the features or Gramian."""
         tensors = [*self.loaded.model.parameters(), *self.loaded.model.buffers()]
         n_bytes = sum(tensor.nbytes for tensor in tensors)
         if isinstance(self.damped, DampedGradients):
@@ -88,10 +88,12 @@ class Scorer:
         return n_bytes + self.features[:1].nbytes * len(self.features) + self.damped.factor.nbytes
 
     def score(self, targets: Split, compute: Compute) -> MemoryPart:
-        """Return A_c, with labels, outputs and predictions of all samples.
+        """Return this checkpoint's part of the scores of all training samples for targets.
 
-        A_c is Phi_c (N + ridge I)^-1 T_c^T. For exact scores, it is that of ``DampedGradients``,
-        and each call differentiates all training samples.
+        The part contains A = Phi (N + ridge I)^-1 T^T, where Phi and T are the features of training
+        samples and targets, and N is the normal matrix. It also contains labels, outputs and
+        predictions. For exact scores, A is computed by ``DampedGradients``, and each call
+        differentiates all training samples again.
         """
         if isinstance(self.damped, DampedGradients):
             values, columns = self._exact(targets, self.damped, compute)
@@ -112,12 +114,13 @@ class Scorer:
     def _exact(
         self, targets: Split, gradients: DampedGradients, compute: Compute
     ) -> tuple[np.ndarray, list[Tensor]]:
-        """Return exact A_c, shape (n, m), float32, and the targets' columns."""
+        """Return the matrix A of exact scores, shape (n, m), float32, and the targets' columns."""
         exact_need(len(gradients.damped.gramian), len(targets.ids)).check(compute.memory_mb)
         if not self.loaded.reproduces(self.train, self.columns):
             raise InputError(
-                "With `projection: exact`, `fit` and `score` must use the same training samples "
-                "and model. Found different model outputs. Call `fit` again.",
+                "With `projection: exact`, the training samples and the model must be the same in "
+                "`score` as in `fit`. Found other model outputs of training samples. Call `fit` "
+                "again.",
                 code="attribution.changed_data",
             )
         given = self.loaded, self.train, targets, self.spec.features, compute
@@ -125,24 +128,28 @@ class Scorer:
         return gradients.similarities(cross).astype(np.float32), columns
 
     def _target_features(self, targets: Split, compute: Compute) -> tuple[np.ndarray, list[Tensor]]:
-        """Return targets' features (m, k), rounded to the stored dtype, as float64, and columns."""
+        """Return the targets' features, shape (m, k), float64, and the targets' columns.
+
+        Features are rounded to the dtype in which the training samples' features are stored.
+        """
         given = self.loaded, targets, self.spec.features, compute
         _, _, features, columns = zip(*feature_blocks(*given, must_differ=False), strict=True)
         joined = [torch.cat(parts) for parts in zip(*columns, strict=True)]
         return np.concatenate(features).astype(np.float64), joined
 
     def cut(self, train: Sequence[int], targets: Split, pairs: np.ndarray, compute: Compute) -> Cut:
-        """Return the result of ``cut_pairs`` for rows ``train`` of training samples, and targets.
+        """Return the scores of pairs, split by tokens and by layers (see ``cut_pairs``).
 
-        ``pairs`` are positions in ``train`` and targets, shape (pairs, 2).
+        ``train`` contains indices of training samples. A row of ``pairs``, shape (pairs, 2),
+        contains a position in ``train`` and a position in ``targets``.
         """
         assert isinstance(self.damped, DampedMatrix)
         assert self.features is not None
         (samples,) = self.loaded.ordered(targets)
         if not count_tokens(self.loaded.batch(samples, 0, 1), self.loaded):
             raise InputError(
-                "Scores can be split by tokens only if samples are texts. Found a target without "
-                "tokens.",
+                "Scores can be split by tokens only if samples are texts. Found targets that are "
+                "not texts.",
                 code="attribution.no_tokens",
             )
         target_phi, _ = self._target_features(targets, compute)
@@ -154,7 +161,7 @@ class Scorer:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The settings of an attributor, and the training samples and the folder of its files."""
+    """The settings of an attributor, its training samples, and the folder with its files."""
 
     spec: ScoresSpec
     compute: Compute
@@ -170,10 +177,10 @@ class FittedAttributor(ABC):
 
     def __init__(self) -> None:
         self._describe: Callable[[Any], str] | None = None
-        # The scorers in memory, by checkpoint, and whether they hold training features.
+        # The scorers that are kept in memory, by checkpoint, and whether memory suffices for all.
         self._held: dict[str, Scorer] = {}
         self._holds = True
-        # Closes files at the end of each method that reads them.
+        # Each public method closes the files of its scorers when it ends.
         self._files = ExitStack()
 
     @property
@@ -191,7 +198,7 @@ class FittedAttributor(ABC):
 
     @property
     def checkpoints(self) -> list[str]:
-        """Ids of the checkpoints, sorted."""
+        """The ids of the checkpoints, sorted."""
         return self.settings.checkpoints
 
     @property
@@ -212,9 +219,10 @@ class FittedAttributor(ABC):
         Args:
             target_data: The samples whose predictions to explain, in any form that ``fit`` accepts.
             ids: An id for each target. None for 0, 1, 2, ...
-            keep: ``"full"`` for all n x m scores. ``"top_k"`` for the top influences only, which
+            keep: ``"full"`` to keep the scores of all training samples for all targets.
+                ``"top_k"`` to keep only each target's largest positive and negative scores, which
                 needs less memory. ``Scores.frame`` is then not available.
-            top: The number of positive and of negative top influences to keep for each target.
+            top: The number of positive and of negative scores to keep for each target.
         """
         if keep not in {"full", "top_k"}:
             raise InputError(
@@ -224,7 +232,7 @@ class FittedAttributor(ABC):
         n_steps = len(targets.ids) if self._is_projected else len(self._train.ids)
 
         def parts_of_checkpoints() -> list[MemoryPart]:
-            # Scorers that are not kept are freed before the next one is read.
+            # No variable refers to a scorer, so that it is freed before the next one is read.
             return [
                 self._scorer(name).score(targets, self._compute_beside_held(name))
                 for name in self.checkpoints
@@ -244,10 +252,10 @@ class FittedAttributor(ABC):
             )
 
     def self_influence(self) -> pd.DataFrame:
-        """Return the absolute value of each training sample's score for itself.
+        """Return a table of self-influences: absolute scores of training samples for themselves.
 
-        A large self-influence means that the model memorized the sample. Such samples often have
-        wrong labels. The table is indexed by id and has columns ``label``, ``prediction``,
+        A large self-influence means that the model memorized the sample. Memorized samples often
+        have wrong labels. The table is indexed by id and has columns ``label``, ``prediction``,
         ``output`` and ``self_influence``. This method is not available with ``projection="exact"``.
         """
         self._check_projected("Self-influences")
@@ -262,26 +270,26 @@ class FittedAttributor(ABC):
     def tokens(self, scores: Scores, top: int = 10) -> tuple[pd.DataFrame, pd.DataFrame]:
         """Split the scores of each target's top training samples by tokens and by layers.
 
-        A score is the inner product of a vector with a sample's gradient, a sum over tokens and
-        parameters. The score of a token or layer is the inner product with its terms of the sum.
-        Samples must be texts.
+        A score is the inner product of a vector and a sample's gradient. The gradient is a sum of
+        terms that belong to tokens and layers. The score of a token or layer is the inner product
+        of the same vector and the terms of only this token or layer. Samples must be texts.
 
         Args:
             scores: A result of ``score`` of this attributor.
-            top: The number of positive and of negative top influences to split for each target, at
-                most the number that ``score`` kept.
+            top: The number of positive and of negative scores to split for each target. It must not
+                exceed the number that ``score`` kept.
 
         Returns:
             Two tables. The first has columns ``target_id``, ``train_id``, ``side`` (``train`` or
             ``target``, the text to which the token belongs), ``token`` (from 0; -1 for terms that
             belong to no token) and ``score``. The second has columns ``target_id``, ``train_id``,
-            ``layer`` and ``score``. For each side, the tokens' scores sum to the pair's score.
+            ``layer`` and ``score``. For each side, the tokens' scores sum to the score of the pair.
         """
         self._check_projected("Scores by tokens")
         if scores.samples is None:
             raise InputError(
                 "Scores can be split by tokens only in the process that computed them. Found "
-                "scores without the targets' samples, which pickle omits. Call `score` again.",
+                "scores that lack the targets' samples, which pickle omits. Call `score` again.",
                 code="attribution.no_tokens",
             )
         pairs = pd.concat([scores.top(top), scores.bottom(top)], ignore_index=True)
@@ -296,7 +304,7 @@ class FittedAttributor(ABC):
 
     @contextmanager
     def _reading(self) -> Generator[None, None, None]:
-        """Open the context of ``_at_work``, and close the scorers' files at its end."""
+        """Enter the context of ``_at_work``. At the end, close the files that scorers read."""
         with self._at_work(), self._files:
             yield
 
@@ -306,10 +314,10 @@ class FittedAttributor(ABC):
 
     @abstractmethod
     def _refuse(self, path: Path, keys: Sequence[str]) -> NoReturn:
-        """Raise an error that names the ``keys`` in which a file differs from the expected spec."""
+        """Raise an error that names the settings ``keys`` in which a file is not as expected."""
         raise NotImplementedError
 
-    # The files have the layout of a run's results.
+    # The folder has the layout of a run's results, so that finished runs can be opened too.
 
     def _features(self, name: str) -> Path:
         kind = "features" if self._is_projected else "gramian"
@@ -338,7 +346,7 @@ class FittedAttributor(ABC):
         self, loaded: LoadedModel, few: Batch, *, reads_terms: bool = False
     ) -> GradientMethod:
         method = method_for(loaded, few, self._methods, reads_terms=reads_terms)
-        for conditions, (name, _) in self._methods.items():  # each notice is printed once
+        for conditions, (name, _) in self._methods.items():  # Print each notice only once.
             self._methods[conditions] = name, None
         return method
 
@@ -347,10 +355,11 @@ class FittedAttributor(ABC):
         return recorded_methods(self._setup.folder, self.settings.features)
 
     def _differing_keys(self, name: str, loaded: LoadedModel, file: Artifact) -> list[str]:
-        """Return the keys in which the spec of a file differs from that of a checkpoint."""
+        """Return the settings in which a file differs from the current ones of a checkpoint."""
         own = self.settings.under(name).of_train()
         projection = projection_for(loaded, own).scaled() if self._is_projected else {"kind": EXACT}
-        # With None for these keys, the spec differs from that of a file that sets one of them.
+        # Specs omit these keys if they have default values. None stands for an omitted key, so a
+        # file that contains the key differs.
         expected = dict.fromkeys(FeaturesSpec.LEFT_OUT) | loaded.file_spec(own, projection)
         return [key for key in expected if expected[key] != file.spec.get(key)]
 
@@ -367,12 +376,12 @@ class FittedAttributor(ABC):
                 return compute()
 
     def _compute_beside_held(self, name: str) -> Compute:
-        """Return the limits for computing gradients, which halve the memory if scorers are kept."""
+        """Return the limits for computing gradients. If scorers are kept, halve ``memory_mb``."""
         memory_mb = self._compute.memory_mb // (1 + (self._holds and name in self._held))
         return replace(self._compute, memory_mb=memory_mb)
 
     def _scorer(self, name: str) -> Scorer:
-        """Return a checkpoint's scorer. If it reads features from a file, ``_files`` closes it."""
+        """Return a checkpoint's scorer. If features are read from a file, ``_files`` closes it."""
         scorer = self._held.get(name) or self._read_scorer(name)
         if isinstance(scorer.features, Rows):
             self._files.callback(scorer.features.artifact.close)
@@ -382,8 +391,8 @@ class FittedAttributor(ABC):
         """Return the scorer of a checkpoint, after loading the model and reading files.
 
         Scorers are kept in memory if the scorers of all checkpoints fit into half of ``memory_mb``.
-        If the scorer of a single checkpoint does not fit, it is kept without features, which are
-        read from the file.
+        If there is only one checkpoint and its scorer does not fit, the scorer is kept without
+        features. Features are then read from the file.
         """
         loaded = replace(self._load(name), method_of=self._method_for)
         own = self.settings.under(name)
@@ -426,7 +435,7 @@ class FittedAttributor(ABC):
     def _split_by_tokens(
         self, pairs: pd.DataFrame, targets: Split
     ) -> tuple[pd.DataFrame, pd.DataFrame]:
-        """Return the result of ``tokens``. The targets are in the order of their first pairs."""
+        """Return the tables of ``tokens``. ``targets`` are in the order of their first pairs."""
         train_of, train_ids = pd.factorize(pairs["train_id"])
         target_of, _ = pd.factorize(pairs["target_id"])
         positions = np.column_stack([train_of, target_of])

@@ -1,4 +1,4 @@
-"""Compute the scores of one checkpoint from stored features or a stored Gramian."""
+"""Compute one checkpoint's part of the scores from stored features or a stored Gramian."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -35,17 +35,18 @@ from trak_core.errors import InputError
 from trak_core.runtime.progress import blocks_with_progress
 from trak_core.settings import Combine, NormalSpec, ScoresSpec
 
-# A function that returns the rows of a matrix from start to stop.
+# A function of ``start`` and ``stop`` that returns these rows of a matrix.
 ReadRows = Callable[[int, int], np.ndarray]
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPart:
-    """One checkpoint's data for combining scores over checkpoints, in memory instead of a file.
+    """The data of one checkpoint from which scores are combined, in memory instead of a file.
 
-    ``rows`` returns rows of A_c. ``vectors`` contains ``loss_weights`` (n,), and ``ids``,
-    ``labels``, ``outputs`` and ``predictions`` of the training samples and targets, such as
-    ``train_labels``. ``norm`` is the norm ||B||, or 1 if scores are not divided by it.
+    ``rows`` returns rows of A = Phi (N + ridge I)^-1 T^T (see ``Scorer.score``). ``vectors`` are
+    the ``loss_weights`` of training samples, shape (n,), and the ``ids``, ``labels``, ``outputs``
+    and ``predictions`` of training samples and targets, with names such as ``train_labels``.
+    ``norm`` is the norm by which scores are divided, or 1.
     """
 
     rows: ReadRows
@@ -66,18 +67,22 @@ Part = Artifact | MemoryPart
 def read_rows(
     values: Rows | np.ndarray, *, normalize: bool = False, first: int | None = None
 ) -> ReadRows:
-    """Return a function that reads rows of a matrix, or of its columns before ``first``."""
+    """Return a function that reads rows of a matrix, divided by their norms with ``normalize``.
+
+    If ``first`` is given, only the first ``first`` columns are read.
+    """
     if not normalize:
         return lambda start, stop: values[start:stop, :first]
     return lambda start, stop: unit_rows(values[start:stop, :first])
 
 
 def similarity_rows(phi: ReadRows, solved: Rows | np.ndarray) -> ReadRows:
-    """Return a function that computes rows of A_c = Phi_c X from rows of Phi_c.
+    """Return a function that computes rows of A = Phi X from rows of the features Phi (n, k).
 
-    ``solved`` is X = (N + ridge I)^-1 T_c^T, shape (k, m), which is read again for every block if
-    it is in a file. Products are computed for ``CHUNK_ROWS`` rows at a time, so a row's result is
-    bitwise the same in every block that starts at a multiple of ``CHUNK_ROWS``.
+    ``solved`` is X = (N + ridge I)^-1 T^T, shape (k, m), where N is the normal matrix and T are the
+    features of targets. If X is in a file, it is read again for every block. Products are computed
+    for ``CHUNK_ROWS`` rows at a time, so a row's result is bitwise the same in every block that
+    starts at a multiple of ``CHUNK_ROWS``.
 
     Source: Park et al., "TRAK", ICML 2023, equation 16.
     """
@@ -93,7 +98,7 @@ def similarity_rows(phi: ReadRows, solved: Rows | np.ndarray) -> ReadRows:
 
 
 def score_rows(parts: Sequence[Part], similarity: Sequence[ReadRows], spec: ScoresSpec) -> ReadRows:
-    """Return a function that combines rows of A_c of all checkpoints into rows of scores."""
+    """Return a function that computes rows of scores from each checkpoint's ``similarity``."""
     assert spec.loss_weight_power is not None
     combine, power = Combine(spec.combine), spec.loss_weight_power
     norms = [part.scalar("train_norm") if spec.norm_power is not None else 1.0 for part in parts]
@@ -106,13 +111,17 @@ def score_rows(parts: Sequence[Part], similarity: Sequence[ReadRows], spec: Scor
 
 
 def normal_weights(train: Artifact, curvature_power: float | None) -> np.ndarray:
-    """Return W's diagonal, shape (n,), float64: ones, or a power of the loss's curvature."""
+    """Return the samples' weights in the normal matrix, shape (n,), float64.
+
+    A weight is the curvature of the loss to the power ``curvature_power``, or 1 if that is None.
+    """
     if curvature_power is None:
         return np.ones(len(train.vector("sample_ids")))
     if not train.has("curvature"):
         raise InputError(
-            f"{train.path}: `weighting: curvature` needs the curvature of the training loss. The "
-            f"model output {train.spec['model_output']} lacks it. Set scoring.weighting to plain.",
+            f"{train.path}: `weighting: curvature` needs a model output that defines the curvature "
+            f"of the training loss. {train.spec['model_output']} does not define it. Set "
+            "scoring.weighting to plain.",
             code="stages.no_curvature",
         )
     return train.vector("curvature").astype(np.float64) ** curvature_power
@@ -121,12 +130,13 @@ def normal_weights(train: Artifact, curvature_power: float | None) -> np.ndarray
 def write_normal_matrix(
     path: Path, train: Artifact, spec: NormalSpec, *, code: str, memory_mb: int
 ) -> None:
-    """Write N = Phi^T W Phi, its extreme eigenvalues, and the mean of w_i |phi_i|^2.
+    """Write the normal matrix N = Phi^T W Phi of features Phi (n, k), with diagonal weights W.
 
-    With ``label_draws``, N is copied from the file of features instead (see ``SampledNormal``). If
-    ``spec.norm_power`` is set, the min(n, k) largest eigenvalues and the products of
-    ``Spectrum.norm_products`` are written too. They determine ||B|| for any damping without another
-    pass over the features.
+    The smallest and largest eigenvalue of N and the mean of w_i |phi_i|^2 over samples i are
+    written too. With ``label_draws``, N is copied from the file of features (see
+    ``SampledNormal``). If ``spec.norm_power`` is set, the min(n, k) largest eigenvalues and the
+    products of ``Spectrum.norm_products`` are written too. They determine the norm by which scores
+    are divided, for any damping, without another pass over the features.
     """
     check_made_for(train, spec.features)
     values = train.matrix("features")
@@ -150,9 +160,10 @@ def write_normal_matrix(
     gramians = weighted_gramians(blocks())
     matrix = decomposed = train.matrix("sampled_normal")[:] if draws else gramians[0]
     if is_compact:
-        # With the QR decomposition Phi^T = U R, the rows of R^T have the inner products of the rows
-        # of Phi, but n < k columns. So R W R^T has the nonzero eigenvalues of N and the same ||B||,
-        # and its eigenvalues take O(n^3) operations instead of O(k^3).
+        # In the QR decomposition Phi^T = U R, the rows of R^T have the same inner products as the
+        # rows of Phi, but only n < k columns. Therefore R W R^T has the nonzero eigenvalues of N,
+        # and yields the same norm of scores. The eigenvalues of R W R^T take O(n^3) operations
+        # instead of O(k^3).
         upper: Any = np.linalg.qr(rows(0, n_rows).T.astype(np.float64), mode="r")
         gramians = weighted_gramians([(upper.T, weights)])
         decomposed = gramians[0]
@@ -169,7 +180,7 @@ def write_normal_matrix(
         else:
             spectrum = Spectrum.decompose(decomposed)
             eigenvalues = spectrum.eigenvalues
-            # If all weights in W are 1, the first matrix is Phi^T Phi.
+            # The last argument is Phi^T Phi, which is the first matrix if all weights in W are 1.
             products = spectrum.norm_products(gramians[1], gramians[2 if len(weights) > 2 else 0])
             names = range(len(products))
             writer.vector("eigenvalues", eigenvalues)
@@ -178,7 +189,7 @@ def write_normal_matrix(
         largest = float(eigenvalues[-1])
         writer.scalar("smallest_eigenvalue", smallest)
         writer.scalar("largest_eigenvalue", largest)
-        # The floor limits the condition number to 1 / eps, which is finite, for a singular matrix.
+        # The floor keeps the condition number of a singular matrix finite, at 1 / eps.
         floor = largest * np.finfo(np.float64).eps
         writer.scalar("condition_number", largest / max(smallest, floor) if largest > 0 else 1.0)
 
@@ -186,7 +197,7 @@ def write_normal_matrix(
 def normal_matrix_specs(
     file: Artifact, train: Artifact, spec: NormalSpec
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the spec that a normal matrix of the features in ``train`` has, and that of a file."""
+    """Return the settings that ``file``, a normal matrix, should have, and those that it has."""
     expected = {f.name: getattr(spec, f.name) for f in fields(NormalSpec)}
     expected |= {"features": train.content_hash}
     return expected, {key: file.spec.get(key) for key in expected}
@@ -195,9 +206,11 @@ def normal_matrix_specs(
 def read_normal_matrix(
     file: Artifact, train: Artifact, spec: ScoresSpec
 ) -> tuple[DampedMatrix, float | None]:
-    """Return N + ridge I of one checkpoint, factorized, and ||B||, or None if it is not needed.
+    """Return the factorized N + ridge I of a checkpoint, and the norm by which to divide scores.
 
-    The ridge is damping * mean w_i |phi_i|^2. The file must belong to the features in ``train``.
+    N is the normal matrix in ``file``, and must have been computed from the features in ``train``.
+    The ridge is the damping times the weighted mean squared norm of the features. The norm is None
+    if scores are not divided by it.
     """
     check_same("features", *normal_matrix_specs(file, train, spec), file)
     ridge, norm = spec.damping * file.scalar("mean_squared_norm"), None
@@ -209,7 +222,7 @@ def read_normal_matrix(
 
 
 def stored_products(file: Artifact) -> np.ndarray:
-    """Return the result of ``inner_products`` from a file, including the rows for drawn labels."""
+    """Return inner products of gradients from a file, including gradients for drawn labels."""
     gramian = file.matrix("gramian")[:]
     if not file.has("drawn"):
         return gramian
@@ -223,12 +236,13 @@ def stored_products(file: Artifact) -> np.ndarray:
 class DampedGradients:
     """The factorized damped Gramian of one checkpoint's n training samples, for exact scores.
 
-    With S ``label_draws``, the rows of R are the gradients of the model output and the gradients
-    for drawn labels. The Gramian is R R^T. The normal matrix R^T W R uses only the drawn labels: W
-    is 1 / S for their gradients and 0 for gradients of the model output.
+    The Gramian is R R^T, where the rows of R are gradients: first those of the model output for
+    each training sample, then, with S ``label_draws``, those for drawn labels. The normal matrix
+    R^T W R is then computed from drawn labels only: the diagonal of W is 1 / S for gradients for
+    drawn labels, and 0 for gradients of the model output.
 
-    ``factors`` multiply the rows of R. With ``normalize``, they are 1 / |g_i| of the training
-    gradients g_i. ``norm`` is ||B||, or None if scores are not divided by it.
+    ``factors`` multiply the rows of R. With ``normalize``, they are 1 over the norms of the rows.
+    ``norm`` is the norm by which scores are divided, or None.
     """
 
     damped: DampedGramian
@@ -238,7 +252,7 @@ class DampedGradients:
 
     @classmethod
     def read(cls, train: Artifact, spec: ScoresSpec) -> Self:
-        """Factorize a stored Gramian of the training samples."""
+        """Return the factorization of a stored Gramian of the training samples."""
         weights, gramian = normal_weights(train, spec.curvature_power), stored_products(train)
         n, draws = len(weights), spec.features.label_draws
         if draws:
@@ -246,7 +260,7 @@ class DampedGradients:
         factors = inverse_lengths(gramian) if spec.normalize else np.ones((len(gramian), 1))
         gramian *= factors
         gramian *= factors.T
-        # Damping refers to a mean over n samples. ``factorize`` takes the mean over n (1 + S) rows.
+        # ``factorize`` takes a mean over n (1 + draws) rows, but damping refers to n samples.
         damped = DampedGramian.factorize(gramian, weights, spec.damping * (1 + draws))
         norm = None
         if spec.norm_power is not None:
@@ -254,15 +268,21 @@ class DampedGradients:
         return cls(damped, factors, n, norm)
 
     def similarities(self, cross: np.ndarray) -> np.ndarray:
-        """Return A_c, shape (n, m), from R J_t^T of ``inner_products``, which is overwritten."""
+        """Return A = J (R^T W R + ridge I)^-1 J_t^T for n training samples and m targets.
+
+        The rows of J and J_t are the gradients of training samples and targets. ``cross`` is
+        R J_t^T, as computed by ``inner_products``, and is overwritten.
+        """
         cross *= self.factors
         return self.damped.similarities(cross)[: self.n_samples]
 
 
 def training_table(files: Sequence[Artifact]) -> dict[str, Any]:
-    """Return ``id``, ``label``, ``prediction`` and ``output`` of the training samples, (n,) each.
+    """Return the columns ``id``, ``label``, ``prediction`` and ``output`` of training samples.
 
-    Predictions and outputs are combined over checkpoints, whose features or Gramians are ``files``.
+    Each of ``files`` contains the features or the Gramian of one checkpoint. Outputs are means over
+    checkpoints. A prediction is the class that most checkpoints predict or, if predictions are not
+    classes, their mean. Each column has shape (n,).
     """
     labels = files[0].vector("labels")
     predictions, outputs = (
@@ -283,10 +303,12 @@ def self_influences(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the absolute value of every training sample's score for itself.
 
-    The products A_c[i, i] Q_c[i]^power are combined over checkpoints like scores. ``features`` and
-    ``normal_matrices`` contain one file for each checkpoint of ``spec``. Returns the columns of
-    ``training_table`` for the last checkpoints of all runs, with the column ``self_influence``,
-    shape (n,), and the spec to store.
+    The score of sample i for itself is A_c[i, i] Q_c[i]^power, combined over checkpoints c like
+    all scores, where Q_c are the loss weights and A_c = Phi_c (N_c + ridge_c I)^-1 Phi_c^T.
+    ``features`` and ``normal_matrices`` contain one file for each checkpoint of ``spec``. The first
+    returned value contains the column ``self_influence``, shape (n,), and the columns of
+    ``training_table`` for the last checkpoints of all runs. The second one contains the settings to
+    store.
 
     Source: Koh and Liang, "Understanding Black-box Predictions via Influence Functions", ICML 2017,
         section 5.4.
@@ -306,7 +328,8 @@ def self_influences(
             block = scores_need(values.shape[1], 1).rows(memory_mb)
             for start, stop in blocks_with_progress(len(values), block, "training samples"):
                 rows = values[start:stop].astype(np.float64)
-                # With `normalize`, phi_i^T (N + ridge I)^-1 phi_i is divided by |phi_i|.
+                # With `normalize`, features of training samples have norm 1, but those of targets
+                # do not. Therefore phi_i^T (N + ridge I)^-1 phi_i is divided by |phi_i| once.
                 lengths = np.linalg.norm(rows, axis=1) if spec.normalize else np.ones(len(rows))
                 diagonal[start:stop, 0] = damped.squares(rows) / np.where(lengths > 0, lengths, 1)
             weights = powered(file.vector("loss_weights"), spec.loss_weight_power)

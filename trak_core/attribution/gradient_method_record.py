@@ -1,4 +1,4 @@
-"""Record the gradient method that the first job of a run chooses, for the run's other jobs."""
+"""Choose the gradient method for a model, and record the choice for the other jobs of a run."""
 
 import json
 import sys
@@ -19,19 +19,19 @@ from trak_core.settings import FeaturesSpec
 
 RECORD = "gradient_method.json"
 
-# A dict that maps the conditions of a choice to the chosen method's name and its notice.
+# Maps the conditions of a choice to the name of the chosen method and a notice to print, or None.
 Methods = dict[str, tuple[str, str | None]]
 
 
 def method_for(
     loaded: LoadedModel, few: Batch, methods: Methods, *, reads_terms: bool = False
 ) -> GradientMethod:
-    """Return the gradient method for the conditions of ``few``, and print its notice.
+    """Return the gradient method for a model. Print a notice if the choice is an unusual one.
 
-    If ``methods`` has no choice for these conditions, the gradients of the first two samples of
-    ``few`` are compared, and the choice is added to ``methods``. With ``reads_terms``, the method
-    must compute the terms that sum to a gradient, which excludes plain autograd, and the choice is
-    not added.
+    The choice depends on conditions such as the dtypes of the samples ``few``. If ``methods`` has
+    no choice for these conditions, methods are compared on the first two samples, and the choice is
+    added to ``methods``. With ``reads_terms``, the method must compute the terms whose sum is a
+    gradient. Plain autograd is then excluded, and the choice is not added.
     """
     conditions = _conditions(loaded, few)
     name, notice = methods.get(conditions, (None, None))
@@ -55,11 +55,12 @@ def recorded_method_for(
     code: str,
     reads_terms: bool = False,
 ) -> GradientMethod:
-    """Return the result of ``method_for``, using the record of the run that writes ``artifact``.
+    """Return the gradient method for a model, as chosen by the run that writes ``artifact``.
 
-    For each set of conditions, the first job compares gradients and records its choice in the
-    results folder. A record that is damaged or belongs to another model or ``code`` is ignored. If
-    no record can be written, every job compares gradients.
+    For each set of conditions (see ``method_for``), the first job of the run compares methods and
+    records its choice in the results folder. A record is ignored if it is damaged or belongs to
+    another model or another version ``code`` of the code. If no record can be written, every job
+    compares methods.
     """
     folders = (folder for folder in artifact.parents if read_record(folder / CONFIG_RECORD))
     record = next((folder / RECORD for folder in folders), None)
@@ -73,19 +74,19 @@ def recorded_method_for(
 
 
 def recorded_methods(results: Path, spec: FeaturesSpec) -> Methods:
-    """Return the methods that the jobs of a run recorded for the model of ``spec``."""
+    """Return the gradient methods that the jobs of a run recorded for the model of ``spec``."""
     by_code = _read(results / RECORD, spec)
     return {key: method for methods in by_code.values() for key, method in methods.items()}
 
 
 def _read(record: Path, spec: FeaturesSpec) -> dict[str, Methods]:
-    """Return methods by the code of the jobs that recorded them, or {} for another model."""
+    """Return the recorded methods for each version of the code, or {} for another model."""
     known = read_record(record)
     return known.get("methods", {}) if known.get("model") == _model(spec) else {}
 
 
 def _conditions(loaded: LoadedModel, few: Batch) -> str:
-    """Return all conditions that may affect the choice, except values of weights and samples."""
+    """Return what may affect the choice of a method, except the values of weights and samples."""
     names = {type(part).__module__.partition(".")[0] for part in loaded.model.modules()}
     return json.dumps({
         "torch": torch.__version__,

@@ -1,4 +1,4 @@
-"""Compute inner products of the gradients of one checkpoint, in blocks of samples."""
+"""Compute inner products of samples' gradients for one checkpoint, one block at a time."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -31,7 +31,8 @@ from trak_core.runtime.progress import log, with_progress
 from trak_core.settings import FeaturesSpec, stream_of
 from trak_core.study.dataset_split import Split
 
-# Products are computed for _ROWS rows at a time, with float32 sums over _ENTRIES columns.
+# Products are computed for _ROWS rows at a time. A sum in float32 has at most _ENTRIES terms,
+# because longer sums would be less accurate.
 _ENTRIES, _ROWS = 2**15, 256
 
 
@@ -45,7 +46,7 @@ def write_gramian(
     targets: Split | None = None,
     code: str,
 ) -> None:
-    """Write inner products of the training samples ``data`` with each other or with targets."""
+    """Write the inner products of training gradients with each other or with target gradients."""
     own, where = targets or data, device_name(loaded.device)
     n, m = len(data.ids), len(own.ids)
     log(f"{spec.split}: inner products of {n} x {m} gradients on {where}")
@@ -65,14 +66,16 @@ def write_gramian(
 def inner_products(
     loaded: LoadedModel, data: Split, targets: Split | None, spec: FeaturesSpec, compute: Compute
 ) -> tuple[np.ndarray, list[Tensor]]:
-    """Return inner products of gradients, R R^T, or R J_t^T if there are targets, float64.
+    """Return inner products of gradients: R R^T without targets, R J_t^T with targets, float64.
 
-    The first n rows of R are J, the training samples' gradients of the model output. With S
-    ``label_draws``, n rows follow for each draw: the gradients for the labels that ``LabelDraws``
-    draws. The rows of J_t are the targets' gradients. Float32 products are summed in float64.
+    The first n rows of R are the training samples' gradients of the model output. With S
+    ``label_draws``, n rows follow for each draw, which are the gradients for the drawn labels (see
+    ``LabelDraws``). The rows of J_t are the targets' gradients. Partial sums in float32 are added
+    in float64.
 
-    Three quarters of the memory hold a block of rows of the right factor, which is multiplied by
-    batches of the left factor. Therefore training samples are differentiated once for each block.
+    At most three quarters of the memory hold a block of rows of R or J_t, the right factor of the
+    product. The block is multiplied by batches of rows of R, the left factor. Therefore training
+    samples are differentiated once for each block.
 
     The second returned value contains the label numbers and ``PerSample.columns`` of the targets,
     or of the training samples if there are no targets.
@@ -90,12 +93,12 @@ def inner_products(
     given, room = _prepared(loaded, ordered, draws, left_mb)
     train = _Rows(loaded, *given, ordered[-1], draws)
     right = train if targets is None else _Rows(loaded, *given, ordered[0], None)
-    # The memory for one sample already includes its rows in the block.
+    # The memory for one sample includes its rows in the block, which must not be counted twice.
     spare = room.budget_bytes - room.needed.of_longest.of(1) + right.bytes_of_sample
     most = min(3 * room.budget_bytes // 4, spare) // right.bytes_of_sample
     block = max(1, min(len(others.ids), most))
     room = replace(room, budget_bytes=room.budget_bytes - block * right.bytes_of_sample)
-    log(f"gradients of {block} {'training samples' if targets is None else 'targets'} in memory")
+    log(f"{block} {'training samples' if targets is None else 'targets'} in memory at a time")
     values = np.empty((len(data.ids) * n_rows, len(others.ids) * n_other_rows))
     columns = _fill(values, train, right, block, compute.batch_size, room)
     bad = (~columns[1].isfinite()).nonzero().flatten().tolist()
@@ -108,11 +111,11 @@ def inner_products(
 def _prepared(
     loaded: LoadedModel, ordered: list[OrderedSamples], draws: LabelDraws | None, left_mb: int
 ) -> tuple[tuple[GradientMethod, int | None], MemoryBudget]:
-    """Return the gradient method, the number of classes, and the memory budget for batches."""
+    """Return the gradient method with the number of classes, and the memory budget of batches."""
     fews, n_classes = zip(*(loaded.few(samples) for samples in ordered), strict=True)
     needs = [loaded.memory(few, left_mb) for few in fews]
     largest = max(range(len(needs)), key=lambda i: (needs[i].longest, needs[i].of_longest.of(1)))
-    # Memory for a sample's rows in the batch and in the block, and for a copy of one row in a sum.
+    # A sample also needs memory for rows in the batch and in the block, and for a copy of one row.
     more = (3 + 2 * (draws.n_draws if draws else 0)) * _row_bytes(loaded)
     more += draws.bytes_of_sample(loaded, fews[largest]) if draws else 0
     needed = needs[largest].mapped(
@@ -126,7 +129,7 @@ def _prepared(
 
 
 def _dtype(loaded: LoadedModel) -> torch.dtype:
-    """Return the dtype of rows: float32, or float64 for parameters in float64."""
+    """Return the dtype of stored gradients: float64 if a parameter is float64, else float32."""
     dtypes = (p.dtype for p in loaded.parameters.values())
     return reduce(torch.promote_types, dtypes, torch.float32)
 
@@ -137,7 +140,7 @@ def _row_bytes(loaded: LoadedModel) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The gradients of samples, for their labels and for drawn labels, as rows of a matrix."""
+    """A matrix whose rows are gradients of samples, for the samples' labels and drawn labels."""
 
     loaded: LoadedModel
     method: GradientMethod
@@ -147,7 +150,7 @@ class _Rows:
 
     @property
     def of_sample(self) -> int:
-        """The number of rows of a sample."""
+        """The number of rows of each sample: one for its own label, and one for each draw."""
         return 1 + (self.draws.n_draws if self.draws else 0)
 
     @property
@@ -161,9 +164,11 @@ class _Rows:
     def chunks(
         self, start: int, stop: int, at_once: Callable[[int], int], into: Tensor | None = None
     ) -> Iterator[tuple[int, np.ndarray, Tensor, list[Tensor]]]:
-        """Yield the number of samples, the row numbers, the rows and the columns of each batch.
+        """Yield the gradients of samples ``start`` to ``stop``, one batch at a time.
 
-        Row numbers refer to the study's order. If ``into`` is given, rows are written into it.
+        For each batch, yield the number of samples, the row numbers in the study's order, the rows
+        of gradients, and the samples' columns. ``at_once`` returns the size of the batch that
+        begins at a sample. If ``into`` is given, rows are written into this tensor.
         """
         width = self.of_sample
 
@@ -178,7 +183,7 @@ class _Rows:
             yield j - i, numbers.ravel(), rows, columns
 
     def _differentiate(self, rows: Tensor, start: int, stop: int) -> list[Tensor]:
-        """Add the gradients of samples to their rows, and return their columns."""
+        """Add the gradients of samples to ``rows``. Return the columns of these samples."""
         loaded, parts = self.loaded, rows.split(stop - start)
         batch = loaded.checked(self.samples, start, stop, self.n_classes)
         ids = self.samples.split.ids[start:stop]
@@ -195,7 +200,11 @@ class _Rows:
 def _fill(
     values: np.ndarray, train: _Rows, right: _Rows, block: int, batch_size: int, room: MemoryBudget
 ) -> list[Tensor]:
-    """Write the products of ``train`` and ``right``, and return the columns of ``right``."""
+    """Return the columns of the samples in ``right``, after writing inner products to ``values``.
+
+    The products are those of gradients in ``train`` and ``right``. The gradients of ``block``
+    samples in ``right`` are in memory at a time. ``room`` is the memory for batches.
+    """
     is_square = train is right
     n, m = len(train.samples), len(right.samples)
     at_once, right_at_once = (rows.samples.batches_of(batch_size, room) for rows in (train, right))
@@ -207,7 +216,7 @@ def _fill(
             values[np.ix_(columns, rows)] = products.T
 
     def steps() -> Iterator[int]:
-        """Yield the number of differentiated training samples of each batch."""
+        """Compute all products. For each batch, yield how many samples were differentiated."""
         held = right.zeros(block)
         for start in range(0, m, block):
             stop = min(start + block, m)
@@ -229,7 +238,7 @@ def _fill(
 
     starts = range(0, m, block)
     total = sum(n - start for start in starts) if is_square else n * len(starts)
-    # Samples are differentiated once for each block. Progress is scaled to n samples.
+    # Samples are differentiated once for each block, so the sum of counts is scaled down to n.
     done = (-(-n * count // total) for count in accumulate(steps(), initial=0))
     for _ in with_progress(pairwise(done), n, "training samples"):
         pass
@@ -238,7 +247,7 @@ def _fill(
 
 
 def _products(a: Tensor, b: Tensor) -> np.ndarray:
-    """Return a b^T, float64. Matrices with few columns are multiplied in float64 at little cost."""
+    """Return a b^T, float64. With few columns, float64 is cheap enough for all operations."""
     if a.shape[1] <= _ENTRIES:
         left = a.double()
         return np.hstack([(left @ part.double().T).cpu().numpy() for part in b.split(_ROWS)])

@@ -1,4 +1,4 @@
-"""Draw labels from the model's predicted distribution."""
+"""Draw labels from the distribution that a model predicts."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -16,13 +16,13 @@ from trak_core.model_outputs.model_output import ModelOutput, rows_in
 
 @dataclass(frozen=True, slots=True)
 class LabelDraws:
-    """Labels that are drawn from a checkpoint's model for each sample.
+    """Draws of labels from the distribution that a checkpoint's model predicts for each sample.
 
     The random numbers depend on the seed, the stream, the sample's id and the number of draws, but
-    not on the sizes and the order of batches. Rounding may still change a label whose random number
-    lies on the boundary between two labels. Logits in pieces are not supported.
+    not on the sizes and the order of batches. Rounding can still change a label if the random
+    number is close to the boundary between two labels. Logits must not be computed in pieces.
 
-    ``n_draws`` is at least 1. ``stream`` is the number of the checkpoint (see ``stream_of``).
+    ``n_draws`` is at least 1. ``stream`` is the number that ``stream_of`` gives the checkpoint.
     """
 
     n_draws: int
@@ -30,13 +30,13 @@ class LabelDraws:
     seed: int = 0
 
     def bytes_of_sample(self, loaded: LoadedModel, few: Batch) -> int:
-        """Check that labels can be drawn. Return the bytes that drawing them for a sample needs."""
+        """Check that labels can be drawn. Return the bytes needed to draw labels for a sample."""
         with torch.no_grad(), in_evaluation_mode(loaded.model):
             read = loaded.output.read(few.given_to(loaded.model))
         if loaded.output.loss_noise is None or not isinstance(read, Tensor):
             raise InputError(
-                "label_draws needs a ModelOutput that has `loss_noise` and reads one tensor. Found "
-                "another model output. Remove label_draws.",
+                "label_draws needs a ModelOutput that defines `loss_noise` and reads one tensor. "
+                "This model output does not. Remove label_draws, or choose another model output.",
                 code="model.no_loss_noise",
             )
         rows_in(read, len(few))
@@ -45,10 +45,11 @@ class LabelDraws:
     def drawn(
         self, loaded: LoadedModel, batch: Batch, ids: Sequence[object]
     ) -> Iterator[tuple[ModelOutput, Batch]]:
-        """Yield f = <logits, z> for each draw, and the batch with z instead of the labels.
+        """Yield a model output and a batch for each draw, to compute the gradients for this draw.
 
-        The gradient of f is B^T z, where B is the Jacobian of a sample's logits, and z is drawn by
-        ``ModelOutput.loss_noise``.
+        Instead of labels, the batch has random vectors z, drawn by ``ModelOutput.loss_noise``. The
+        model output is <logits, z>. Its gradient is B^T z, where B is the Jacobian of a sample's
+        logits.
         """
         noise = loaded.output.loss_noise
         output = ModelOutput(value=lambda read, z: (read * z).sum(), read=loaded.output.read)
@@ -68,7 +69,7 @@ class LabelDraws:
             if z.shape != read.shape:
                 raise InputError(
                     "loss_noise must return a tensor of the same shape as its first argument, "
-                    f"{tuple(read.shape[1:])}. Found {tuple(z.shape[1:])}.",
+                    f"{tuple(read.shape[1:])}. Found shape {tuple(z.shape[1:])}.",
                     code="model.no_loss_noise",
                 )
             yield output, replace(batch, labels=z)

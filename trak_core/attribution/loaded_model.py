@@ -49,18 +49,18 @@ from trak_core.study.load_checkpoint import (
 from trak_core.study.optimizer_state import adam_scales
 from trak_core.study.study import Study
 
-# The number of samples that are checked before the expensive work, or whose model outputs are
-# compared with stored ones.
+# This many samples are checked before the expensive work. The model outputs of as many samples are
+# compared with stored outputs.
 _FEW = 8
-# Bytes for each logit if all logits are computed together. GPT-2 and Llama needed 11 to 16.
+# The bytes that each logit needs if all logits are computed together: 11 to 16 in GPT-2 and Llama.
 _LOGIT_BYTES = 16
-# If the logits of a text need more than 1/4 of the memory, they are computed in pieces.
+# Logits are computed in pieces if all logits of a text would need more than 1/4 of the memory.
 _LOGITS_SHARE = 4
-# The memory for a piece of logits and the copies of it that exist at the same time.
+# The memory for one piece of the logits and for the copies that exist at the same time.
 _LOGIT_PIECES_BYTES = 4 * PIECE_BYTES
 
-# A function of a loaded model and a few samples that chooses the gradient method. With the keyword
-# argument ``reads_terms=True``, the method must compute the terms that sum to a gradient.
+# A function that chooses the gradient method for a loaded model and a few samples. With the keyword
+# argument ``reads_terms=True``, the method must compute the terms whose sum is a gradient.
 MethodOf = Callable[..., GradientMethod]
 
 
@@ -94,7 +94,7 @@ class LoadedModel:
     def of_study(
         cls, study: Study, checkpoint: Path, spec: FeaturesSpec, device: torch.device
     ) -> Self:
-        """Return a study's model with the weights of a checkpoint, a file or a folder."""
+        """Return a study's model with the weights of the file or folder ``checkpoint``."""
         pairs = study.split(TRAIN, None) if about_output(spec.model_output).needs_pairs else None
         return cls.load(study.make_model, checkpoint, spec, device, pairs=pairs, study=study)
 
@@ -110,13 +110,13 @@ class LoadedModel:
         pairs: Split | None = None,
         study: Study | None = None,
     ) -> Self:
-        """Return the model with weights from a path or state dict. None keeps its weights.
+        """Return the model with weights from a path or state dict. None keeps the model's weights.
 
-        If ``output`` is None, ``model_output`` finds the output that ``spec`` names, with ``pairs``
-        and ``study``.
+        If ``output`` is None, the function ``model_output`` is called with ``pairs`` and ``study``
+        to find the model output that ``spec`` names.
         """
         model = model_to_load(make_model, weights) if isinstance(weights, Path) else make_model()
-        # The model is moved before its weights are read, so that no second copy is in memory.
+        # The model is moved before the weights are read. Otherwise there would be two copies.
         model.to(device)
         if isinstance(weights, Path):
             part = (spec.state_dicts or {}).get(spec.checkpoint or "")
@@ -133,8 +133,9 @@ class LoadedModel:
         if spec.preconditioner is not None:
             if not isinstance(weights, Path):
                 raise InputError(
-                    "preconditioner: adam reads the optimizer's state from a checkpoint's files. "
-                    f"Found weights in memory for {spec.checkpoint}. Pass the checkpoint's path.",
+                    "`preconditioner: adam` needs the optimizer's state, which is read from a "
+                    f"checkpoint's files. The checkpoint {spec.checkpoint} has no files, because "
+                    "its weights are in memory. Pass the path of the checkpoint.",
                     code="model.no_optimizer_path",
                 )
             on_cpu, digests["optimizer_sha256"] = adam_scales(model, parameters, trained, weights)
@@ -145,7 +146,7 @@ class LoadedModel:
         return cls(model, parameters, output, device, digests, blocks, scales)
 
     def ordered(self, *splits: Split, window: int | None = None) -> list[OrderedSamples]:
-        """Return the result of ``order_samples`` for this model."""
+        """Return the samples of splits in the order of processing (see ``order_samples``)."""
         return order_samples(splits, self.model, self.output, window)
 
     def batch(self, samples: OrderedSamples, start: int, stop: int) -> Batch:
@@ -155,7 +156,7 @@ class LoadedModel:
     def checked(
         self, samples: OrderedSamples, start: int, stop: int, n_classes: int | None
     ) -> Batch:
-        """Return the result of ``batch``, after checking labels without waiting for a GPU."""
+        """Return the result of ``batch``. Labels are checked on the CPU, without awaiting a GPU."""
         batch = samples.batch(start, stop)
         check_labels(batch.labels, self.output, n_classes, samples.split.ids[start:stop])
         return self._on_device(batch)
@@ -171,9 +172,10 @@ class LoadedModel:
         return replace(batch.mapped(moved), gives_labels=batch.gives_labels or needs_labels)
 
     def in_pieces(self, samples: OrderedSamples, memory_mb: int) -> Self:
-        """Return a model that computes logits in pieces if all logits would need much memory.
+        """Return this model, or one with logits in pieces if all logits would need much memory.
 
-        Model outputs are the same up to rounding. ``few`` prints a notice if the model is replaced.
+        Model outputs are the same up to rounding. If logits are computed in pieces, ``few`` prints
+        a notice.
         """
         if not self.output.joins_tokens or self.output.takes_labels:
             return self
@@ -186,7 +188,7 @@ class LoadedModel:
         return replace(self, model=model, output=model.output)
 
     def few(self, samples: OrderedSamples) -> tuple[Batch, int | None]:
-        """Return a few samples, the longest text first, and the result of ``count_classes``."""
+        """Return a batch of a few samples, the longest text first, and the number of classes."""
         positions = samples.few(_FEW)
         few = joined([self.batch(samples, i, i + 1) for i in positions])
         with samples.naming_longest():
@@ -197,9 +199,10 @@ class LoadedModel:
         return few, n_classes
 
     def memory(self, few: Batch, memory_mb: int) -> MemoryByLength:
-        """Return the measured memory that is needed to differentiate a sample.
+        """Return the memory that is needed to differentiate a sample, measured with ``few``.
 
-        If it exceeds ``memory_mb``, later backward passes recompute activations, with a notice.
+        If it exceeds ``memory_mb``, a notice is printed, and all later backward passes recompute
+        activations to save memory.
         """
         try:
             if self.blocks.is_on or not self.blocks.found:
@@ -224,7 +227,7 @@ class LoadedModel:
         return needed.mapped(lambda memory: replace(memory, shared_bytes=_LOGIT_PIECES_BYTES))
 
     def reproduces(self, data: Split, columns: Mapping[str, np.ndarray]) -> bool:
-        """Return whether the model reproduces ``outputs`` and ``loss_weights``, up to rounding.
+        """Return whether the model still has the stored outputs and loss weights, up to rounding.
 
         Eight samples are compared, which detects most changes of the model's code, the output
         function and the data. ``columns`` are the stored values of all samples, shape (n,) each.
@@ -240,7 +243,7 @@ class LoadedModel:
                 values = [over_samples(function, read, batch.labels) for function in functions]
                 current.append([value.double().item() for value in values])
         stored = np.stack([columns["outputs"], columns["loss_weights"]], axis=1)
-        # Rounding depends on the batch size and on the precision of CUDA's products.
+        # Rounding errors depend on the batch size and, for CUDA, on the precision of products.
         cuda = 4e-3 if torch.get_float32_matmul_precision() == "high" else 1e-3
         eps = max(torch.finfo(p.dtype).eps for p in self.parameters.values())
         rounding = max(1e-4 if self.device.type == "cpu" else cuda, 4 * eps)
@@ -248,11 +251,11 @@ class LoadedModel:
         return bool((np.abs(stored[rows] - np.array(current)) <= most).all())
 
     def check_apart(self, few: Batch, at_once: int) -> None:
-        """Raise an error for a model in which samples of a batch influence each other."""
+        """Raise an error if a sample's model output depends on the other samples of a batch."""
         check_samples_apart(self.model, self.output, few.rows(slice(0, max(2, at_once))))
 
     def file_spec(self, spec: FeaturesSpec, projection: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all settings that determine the content of a file, to store them in the file."""
+        """Return all settings that determine a file's content, so that the file can store them."""
         shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         file_spec = spec.as_dict() | {
             "projection": dict(projection),

@@ -10,11 +10,11 @@ from trak_core.model_outputs.about_outputs import About
 from trak_core.model_outputs.model_output import IGNORED, ModelOutput
 from trak_core.study.dataset_split import Split
 
-# The number of random samples in which parts of labels are counted, to find the most frequent part.
+# The most frequent part of labels, such as a token, is determined from this many random samples.
 _MOST_READ = 256
-# A smaller fraction of correct classes is doubtful even if a constant guess is right less often.
+# A fit with a smaller fraction of correct classes is doubtful, even if a constant guess is worse.
 _FEW_RIGHT = 0.5
-_FEWEST = 5  # Classes with fewer samples are not checked for being mistaken for each other.
+_FEWEST = 5  # Mistaken classes are searched among classes with at least this many samples.
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +23,13 @@ class Fit:
 
     Attributes:
         measure: Sentences in ASCII that state ``value`` and ``guess``.
-        value: The models' fraction of correct predictions, or their R2 for regression. None if all
-            labels of a regression are equal.
-        guess: The relative frequency of the most frequent label, or the R2 of the mean label, 0.
-        is_doubtful: Whether the models are not better than the guess (for classes and parts, by two
-            standard errors), predict most classes wrong, or confuse classes with each other.
+        value: The fraction of predictions that are correct. For regression, the R2 of predictions,
+            or None if all labels are equal.
+        guess: The fraction of labels that are equal to the most frequent label. For regression, the
+            R2 of the mean label, which is 0.
+        is_doubtful: Whether the models are not better than the guess (for classes and parts, by at
+            least two standard errors), predict most classes wrong, or mistake one class for another
+            in most samples.
     """
 
     measure: str
@@ -37,10 +39,10 @@ class Fit:
 
 
 def fit_of(columns: pd.DataFrame, about: About, train: Split) -> Fit | None:
-    """Return how well models fit their training samples, or None if predictions are not labels.
+    """Return how well models fit their training samples.
 
-    ``columns`` has the columns ``id``, ``label`` and ``prediction``. Samples of ``train`` are read
-    only to determine the guess for labels with several parts.
+    Return None if predictions cannot be compared with labels. ``columns`` has the columns ``id``,
+    ``label`` and ``prediction``. ``train`` is read only if labels have parts, such as tokens.
     """
     labels, predictions = (columns[key].to_numpy() for key in ("label", "prediction"))
     if about.is_own:
@@ -48,8 +50,8 @@ def fit_of(columns: pd.DataFrame, about: About, train: Split) -> Fit | None:
     if about.labels_are_classes:
         values, counts = np.unique(labels, return_counts=True)
         right, guessed = labels == predictions, labels == values[counts.argmax()]
-        # Let d be the number of samples on which exactly one of the models and the guess is right.
-        # The standard error of the difference between the two fractions is at most sqrt(d) / n.
+        # Let d be the number of samples for which either the models or the guess is right, but not
+        # both. The standard error of the difference between their fractions is at most sqrt(d) / n.
         error = np.sqrt((right != guessed).sum()) / len(labels)
         fit = _of_parts(right.mean(), guessed.mean(), error, "labels", _FEW_RIGHT)
         mistaken = _mistaken_classes(columns)
@@ -64,10 +66,13 @@ def fit_of(columns: pd.DataFrame, about: About, train: Split) -> Fit | None:
 
 
 def _of_parts(value: float, guess: float, error: float, parts: str, least: float = 0) -> Fit:
-    """Return the fit. ``error`` is the standard error of the difference ``value - guess``."""
+    """Return the fit for fractions ``value`` and ``guess`` of correctly predicted ``parts``.
+
+    ``error`` is the standard error of ``value - guess``. A value below ``least`` is doubtful.
+    """
     measure = (
         f"The models predict {100 * value:.3g} % of the {parts} of their training samples "
-        f"correctly. Always guessing the most frequent one would be right for {100 * guess:.3g} %."
+        f"correctly. A guess of the most frequent value would be right for {100 * guess:.3g} %."
     )
     is_better = value > guess and value - guess >= 2 * error
     is_doubtful = value < 1 and (value < least or not is_better)
@@ -75,9 +80,11 @@ def _of_parts(value: float, guess: float, error: float, parts: str, least: float
 
 
 def _mistaken_classes(columns: pd.DataFrame) -> str:
-    """Return a sentence if most samples of class a are predicted as b, but most of b are not.
+    """Return a sentence if classes seem to be numbered differently than in training, or "".
 
-    That happens if classes are in the wrong order, but not if b is only predicted too often.
+    This is assumed if most samples of a class a are predicted as b, and most samples of b as
+    another class. If the models only predicted b too often, most samples of b would be predicted
+    as b.
     """
     sizes = columns["label"].value_counts().to_dict()
     pairs = columns.value_counts(["label", "prediction"]).to_dict()
@@ -106,7 +113,7 @@ def _of_numbers(labels: np.ndarray, predictions: np.ndarray) -> Fit:
 
 
 def _counted_parts(split: Split, output: ModelOutput) -> np.ndarray:
-    """Return how often each of 0, 1, 2, ... occurs among the scored parts of labels."""
+    """Return how often each value 0, 1, 2, ... occurs in labels, except ``IGNORED`` parts."""
     counts = np.zeros(0, dtype=np.int64)
     for i in range(len(split.ids)):
         labels = as_batch(split.batch(i, i + 1), output).labels[0]

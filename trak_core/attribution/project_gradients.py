@@ -1,4 +1,4 @@
-"""Compute features by projecting per-sample gradients in parts, during the backward pass."""
+"""Compute features: project per-sample gradients part by part during the backward pass."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,9 +24,9 @@ from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.projection import OuterProducts, add_projection, add_rows, prefers_factors
 from trak_core.settings import ProjectionSpec, matrix_shape
 
-# The largest accepted relative error, in norm, of a sample's features after rounding to a dtype.
-# float16 has a relative error of at most 5e-4, except for entries below 6e-5 or above 65504. int8
-# has an error of 1e-2 for entries of similar size, and more if one entry is far larger.
+# Rounding to a dtype may change a sample's features by at most this fraction of their norm. float16
+# has a relative error of at most 5e-4, except for entries below 6e-5 or above 65504. int8 has an
+# error of 1e-2 for entries of similar size, and more if one entry is far larger than the others.
 _MOST_LOST = {"float16": 1e-3, "int8": 2e-2}
 
 # Parts with at most this many entries in total are copied into one tensor and projected together.
@@ -34,16 +34,19 @@ _JOINED = 2**18
 
 
 class Features(Consumer):
-    """A consumer of gradients x that computes x R, where R is the projection matrix.
+    """A consumer that multiplies each sample's gradient x by the projection matrix R.
 
-    The coordinates of x are the entries of all parameters, row-major, in the order of the
-    parameters. Several small parts of gradients are projected in one call. A tensor sketch is
-    computed from the factors of gradients if that is cheaper and there are no ``scales``, which
-    multiply gradients, by parameter name.
+    A gradient method passes the gradients of each parameter, for all samples of a batch, to
+    ``take``, and calls ``finish`` at the end. x consists of the flattened gradients of all
+    parameters, in the order of the parameters. Small parts of x are collected and projected in one
+    call. If a gradient is a sum of outer products of vectors, a tensor sketch is computed from
+    these vectors where that is cheaper. ``scales`` are factors that multiply the entries of
+    gradients, by parameter name. Gradients with scales are not computed from vectors.
 
     Attributes:
-        rows: x R, shape (batch, proj_dim), float32, unscaled. Sums are complete after ``finish``.
-        products: For a tensor sketch, the sum of sketches of factors. Otherwise None.
+        rows: x R, shape (batch, proj_dim), float32, without the scale of the projection. The rows
+            are complete after ``finish``.
+        products: For a tensor sketch, the sum of what is computed from vectors. Otherwise None.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class Features(Consumer):
         scales: Mapping[str, Tensor] | None = None,
     ):
         self._projection, self._threads = projection, threads
-        # The first coordinate of each parameter, and its index among the non-empty parameters.
+        # For each parameter, its first coordinate in x and its index among non-empty parameters.
         self._numbers: dict[int, tuple[int, int]] = {}
         self._scale_of = {
             id(parameters[name]): scale.flatten() for name, scale in (scales or {}).items()
@@ -73,7 +76,7 @@ class Features(Consumer):
         self.products = None
         if self._projection.kind.about.of_matrices:
             self.products = OuterProducts(self._projection, len(self.rows), self.rows.device)
-        # Collected parts by their first coordinate, and their total number of entries.
+        # The collected parts of x by first coordinate, and the total number of their entries.
         self._held: dict[int, Tensor] = {}
         self._n_held = 0
 
@@ -99,7 +102,7 @@ class Features(Consumer):
     def _sketched(
         self, products: OuterProducts, number: int, shape: tuple[int, int], use: Contribution
     ) -> bool:
-        """Add the sketch of one use's factors if that is cheaper. Return whether it was added."""
+        """Sketch a gradient's outer products if cheaper. Return whether the sketch was added."""
         if isinstance(use, Lookup) and use.matrix == shape:
             products.add_lookups(number, use.indices, use.gradients[0])
             return True
@@ -137,16 +140,18 @@ class Features(Consumer):
         self.products = None
 
     def scaled(self) -> Tensor:
-        """Return the features phi_x = scale * x R, for which E<phi_x, phi_y> = <x, y>."""
+        """Return the features phi(x) = scale * x R, for which E<phi(x), phi(y)> = <x, y>."""
         return self.rows * self._projection.scale
 
 
 def factors_of(
     use: Contribution, shape: tuple[int, int]
 ) -> tuple[int, Iterable[tuple[Tensor, Tensor]]]:
-    """Return the number of tokens of a gradient that is a sum of outer products, and its factors.
+    """Return the number of tokens of a gradient, and the factors of its outer products.
 
-    Factors have shape (batch, tokens, rows or columns). The number is 0 for other gradients.
+    A sample's gradient is the sum over tokens of the outer products of two factors, which have
+    shapes (batch, tokens, rows) and (batch, tokens, columns). For other gradients, the number is 0
+    and there are no factors.
     """
     if use.matrix == shape and isinstance(use, Outer):
         n_tokens, outers = use.inputs.shape[1], iter([use])
@@ -160,10 +165,10 @@ def factors_of(
 
 @dataclass(frozen=True, slots=True)
 class QueuedFeatures:
-    """A batch's features, label numbers and ``PerSample.columns``, copied to the CPU.
+    """A batch's features, label numbers and ``PerSample.columns`` on the CPU.
 
-    ``event`` follows the copies from a GPU, which may still be computing them. ``explain`` raises
-    an error that names the samples whose gradients are not finite.
+    A GPU may still be computing and copying them until ``event``, which is None without a GPU.
+    ``explain`` raises an error that names the samples whose gradients are not finite.
     """
 
     copies: list[Tensor]
@@ -171,22 +176,22 @@ class QueuedFeatures:
     explain: Callable[[], None]
 
     def wait(self) -> list[Tensor]:
-        """Return features and columns, after waiting for them. All features must be finite."""
+        """Return the copies when they are complete. Raise an error if features are not finite."""
         if self.event is not None:
             self.event.synchronize()
         rows, _, outputs, *_ = self.copies
         if not (np.isfinite(rows.numpy()).all() and outputs.isfinite().all()):
             self.explain()
             raise InputError(
-                "Features must be finite. Found NaN or infinity although gradients are finite, "
-                "because their sums overflow float32.",
+                "Features must be finite. Found NaN or infinity although all gradients are finite, "
+                "because sums of gradients overflow float32.",
                 code="projection.not_finite",
             )
         return self.copies
 
 
 def _copied(tensors: Sequence[Tensor]) -> tuple[list[Tensor], torch.cuda.Event | None]:
-    """Return copies on the CPU and the event that follows them, without waiting for a GPU."""
+    """Start to copy tensors to the CPU. Return the copies, and an event at the end of copying."""
     copies, event = [tensor.to("cpu", non_blocking=True) for tensor in tensors], None
     if tensors[0].is_cuda:
         event = torch.cuda.Event()
@@ -207,9 +212,10 @@ def queued_features(
     *,
     is_scaled: bool = True,
 ) -> QueuedFeatures:
-    """Return a batch's features, shape (batch, proj_dim), float32, and their columns.
+    """Return a batch's features, shape (batch, proj_dim), float32, and the samples' columns.
 
-    The features of a gradient x are x R, multiplied by the projection's scale if ``is_scaled``.
+    The features of a gradient x are x R, where R is the projection matrix. If ``is_scaled``, they
+    are multiplied by the projection's scale.
     """
     sums = Features(parameters, projection, len(batch), threads, scales)
     columns = method(model, parameters, output, batch, sums)
@@ -220,7 +226,7 @@ def queued_features(
 
 
 def stored_rows(rows: np.ndarray, dtype: str, sample_ids: Sequence[object]) -> np.ndarray:
-    """Return rows rounded to a stored dtype. Raise an error if rounding changes them too much."""
+    """Return features rounded to a dtype. Raise an error if rounding changes them too much."""
     if dtype == "float32":
         return rows
     exact = rows.astype(np.float64)
@@ -237,14 +243,15 @@ def stored_rows(rows: np.ndarray, dtype: str, sample_ids: Sequence[object]) -> n
         sizes = np.abs(rows[lost])
         raise InputError(
             f"Rounding to {dtype} must change a sample's features by at most {_MOST_LOST[dtype]} "
-            f"of their norm. Found up to {(losses[lost] / norms[lost]).max():.2g} in the samples "
-            f"{named}, which have entries from {sizes[sizes > 0].min():.2g} to {sizes.max():.2g}. "
-            "Set features_dtype to float32.",
+            f"of their norm. Rounding changes the features of samples {named} by up to "
+            f"{(losses[lost] / norms[lost]).max():.2g}, because the sizes of their entries range "
+            f"from {sizes[sizes > 0].min():.2g} to {sizes.max():.2g}. Set features_dtype to "
+            "float32.",
             code="stages.features_dtype",
         )
     return stored
 
 
 def compilers(device: torch.device) -> tuple[str, ...]:
-    """Return the packages that compile the projection's kernels, for a file's provenance."""
+    """Return the packages that compile the projection's kernels, for the provenance of files."""
     return ("numba", "numba-cuda") if device.type == "cuda" else ("numba",)

@@ -30,13 +30,14 @@ from trak_core.settings import POOL, TRAIN, FeaturesSpec
 from trak_core.study.dataset_split import Split
 from trak_core.study.study import Study
 
-# The number of contrast pairs for CLIP, as in TRAK, and the seed with which they are drawn.
+# The number of pairs with which CLIP's model output compares a pair, as in the TRAK paper, and the
+# seed with which these pairs are drawn.
 N_OTHERS = 300
 OTHERS_SEED = 0
 
 
 def _object_in(file: str, name: str, study: Study | None) -> object:
-    """Return the object with this name in a Python file, which may be the study's file."""
+    """Return the object called ``name`` in a Python file, which may be the study's file."""
     path = Path(file)
     if study is None or path.resolve() != study.path.resolve():
         study = Study.load(path)
@@ -44,20 +45,21 @@ def _object_in(file: str, name: str, study: Study | None) -> object:
     if not hasattr(module, name):
         names = [n for n, v in vars(module).items() if getattr(v, "__module__", "") == path.stem]
         raise InputError(
-            f"model_output must name a function or a ModelOutput in {file}. Found no {name} among "
-            f"{', '.join(names) or 'no functions'}.",
+            f"model_output must name a function or a ModelOutput in {file}. The file has no "
+            f"{name}. It defines {', '.join(names) or 'nothing'}.",
             code="model_outputs.no_function",
         )
     return getattr(module, name)
 
 
 def _scale(model: nn.Module) -> float:
-    """Return the factor exp(logit_scale) of a CLIP model's inner products."""
+    """Return exp(logit_scale), the factor by which a CLIP model multiplies inner products."""
     scales = [p for name, p in model.named_parameters() if name.split(".")[-1] == "logit_scale"]
     if len(scales) != 1 or scales[0].numel() != 1:
         raise InputError(
-            "model_output clip needs a model with one parameter `logit_scale`, the logarithm of "
-            f"the scale of logits. Found {len(scales)} such parameters.",
+            "`model_output: clip` needs a model with one parameter `logit_scale`. It must be a "
+            f"single number, the logarithm of the factor of logits. Found {len(scales)} parameters "
+            "of this name.",
             code="attribution.logit_scale",
         )
     return scales[0].detach().exp().item()
@@ -73,9 +75,9 @@ def model_output(
 ) -> ModelOutput:
     """Return the model output for a name in ``TABLE``, or for ``file.py:object``.
 
-    For an output with ``needs_pairs``, ``n_others`` contrast pairs are drawn uniformly from the
-    training samples ``pairs``. The draw is the same for every checkpoint. ``model`` embeds the
-    drawn pairs and must have a ``logit_scale``.
+    A model output with ``needs_pairs`` compares a pair with ``n_others`` other pairs. They are
+    drawn uniformly from the training samples ``pairs``, and are the same for every checkpoint.
+    ``model`` computes their embeddings, and must have a parameter ``logit_scale``.
     """
     place = function_location(name)
     if place is not None:
@@ -126,10 +128,10 @@ def outputs_and_predictions(
 
 
 def embed_samples(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the inputs of the last ``torch.nn.Linear`` that a forward pass calls.
+    """Return embeddings: the inputs of the last ``torch.nn.Linear`` that a forward pass calls.
 
     Inputs are averaged over all dimensions between the first and the last, such as the tokens of a
-    text, excluding padding. The result has shape (batch, width), float32.
+    text without padding. The result has shape (batch, width), float32.
     """
     last_inputs: list[Tensor] = []
 
@@ -148,7 +150,7 @@ def embed_samples(model: nn.Module, batch: Batch) -> Tensor:
     shape = last_inputs[0].shape if last_inputs else ()
     fits = len(shape) >= 2 and shape[0] == len(batch)
     if not fits or (lengths is not None and shape[1:-1] not in {(), batch.labels.shape[1:]}):
-        layer = f"one with inputs of shape {tuple(shape)}" if last_inputs else "none"
+        layer = f"inputs of shape {tuple(shape)}" if last_inputs else "no such layer"
         raise InputError(
             "Embeddings are the inputs of the last torch.nn.Linear, which must have a row for each "
             f"sample or token. Found {layer} for {len(batch)} samples. Remove embedding_cosine "
@@ -165,7 +167,10 @@ def embed_samples(model: nn.Module, batch: Batch) -> Tensor:
 def write_columns(
     writer: Writer, ids: Sequence[object], columns: Sequence[Tensor], spec: FeaturesSpec
 ) -> None:
-    """Write ids, label numbers and ``PerSample.columns``, except the loss weights of targets."""
+    """Write ids, label numbers and ``PerSample.columns``.
+
+    The loss weights and curvatures of targets are not written.
+    """
     labels, outputs, predictions, weights, *curvature = (column.cpu() for column in columns)
     writer.vector("sample_ids", list(ids))
     writer.vector("labels", labels.numpy())
@@ -186,6 +191,6 @@ def warn_of_saturation(loss_weights: Tensor, model_output: str) -> None:
     if saturated > 0.5:
         print_line(
             f"Warning: {saturated:.0%} of the training samples have a loss weight below 1e-3, and "
-            "scores near 0, because the model fits them almost exactly. Set a smaller "
-            "loss_weight_power, or use an earlier checkpoint, to rank them better."
+            "therefore scores near 0, because the model fits them almost exactly. To rank them "
+            "better, set a smaller loss_weight_power, or use an earlier checkpoint."
         )

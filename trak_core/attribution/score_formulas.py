@@ -12,7 +12,7 @@ _CACHED_ROWS = 256
 
 
 def unit_rows(rows: np.ndarray) -> np.ndarray:
-    """Return rows of any float dtype divided by their norms, float64. Rows of zeros stay zero."""
+    """Return rows divided by their norms, float64. Rows of zeros stay zero."""
     rows = rows.astype(np.float64)
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)
     rows /= np.where(lengths > 0, lengths, 1)
@@ -29,11 +29,12 @@ def combined(parts: Iterable[tuple[np.ndarray, np.ndarray, float]], combine: Com
     """Average a block of scores over checkpoints, with one checkpoint in memory at a time.
 
     Args:
-        parts: For each of one or more checkpoints, rows of A_c, shape (rows, m); their Q_c^power,
-            shape (rows,); and ||B||, which is used for ``unit_average`` only.
+        parts: For each checkpoint c, of which there is at least one: a block of rows of the matrix
+            A_c (see ``Attributor``), shape (rows, m); the loss weights Q_c^power of these rows,
+            shape (rows,); and the norm ||B_c||, which only ``unit_average`` uses.
         combine: ``product_of_averages``: mean_c(A_c) * mean_c(Q_c^power), as in the paper;
             ``average_of_products``: mean_c(A_c * Q_c^power); ``unit_average``:
-            mean_c(A_c * Q_c^power / ||B||).
+            mean_c(A_c * Q_c^power / ||B_c||).
 
     Returns:
         Rows of the scores, shape (rows, m), float64.
@@ -56,9 +57,10 @@ def combined(parts: Iterable[tuple[np.ndarray, np.ndarray, float]], combine: Com
 
 
 def checkpoint_weights(loss_weights: np.ndarray, norms: np.ndarray, spec: ScoresSpec) -> np.ndarray:
-    """Return weights v (C, n) for which ``combined`` is scores[i, j] = sum_c v[c, i] A_c[i, j].
+    """Return the weights v with which scores are a sum over C checkpoints, shape (C, n).
 
-    ``loss_weights`` are Q_c, shape (C, n), and ``norms`` are ||B||, shape (C,).
+    With these weights, ``combined`` computes scores[i, j] = sum_c v[c, i] A_c[i, j] from matrices
+    A_c. ``loss_weights`` have shape (C, n). ``norms``, shape (C,), are for ``unit_average`` only.
     """
     powers, combine = powered(loss_weights, spec.loss_weight_power or 1.0), Combine(spec.combine)
     if combine is Combine.PRODUCT_OF_AVERAGES:
@@ -69,7 +71,7 @@ def checkpoint_weights(loss_weights: np.ndarray, norms: np.ndarray, spec: Scores
 
 
 def unit_of(spec: ScoresSpec) -> str:
-    """Return the unit of scores, as text (docs/explanation/scores.md, "What a score says")."""
+    """Return a text on the unit of scores ("What a score says" in docs/explanation/scores.md)."""
     is_newton_step = spec.weighting == "curvature" and spec.loss_weight_power == 1
     if is_newton_step and spec.combine != Combine.UNIT_AVERAGE and not spec.normalize:
         return f"that of the model output ({spec.features.model_output})"
@@ -85,14 +87,14 @@ def most_frequent(classes: np.ndarray, labels: np.ndarray, outputs: np.ndarray) 
     (checkpoints, rows). Labels have shape (rows,).
     """
     ordered = np.sort(classes, axis=0)
-    # run[i] counts the rows up to i that are equal to row i, in a sorted column.
+    # In each sorted column, run[i] is the number of rows up to i that are equal to row i.
     run = np.ones(ordered.shape, dtype=np.int32)
     for i in range(1, len(ordered)):
         run[i] += run[i - 1] * (ordered[i] == ordered[i - 1])
     is_frequent, is_label = run == run.max(axis=0), ordered == labels
     is_other = is_frequent & ~is_label
-    # argmax returns the first maximum, which is the smallest class. Below, the label replaces it
-    # if no other class is as frequent.
+    # argmax returns the first maximum, which is the smallest of the most frequent classes other
+    # than the label.
     others = np.take_along_axis(ordered, is_other.argmax(axis=0)[None], axis=0)[0]
     likely = outputs.mean(axis=0, dtype=np.float64) > 0
     takes_label = (is_frequent & is_label).any(axis=0) & (likely | ~is_other.any(axis=0))
@@ -100,10 +102,10 @@ def most_frequent(classes: np.ndarray, labels: np.ndarray, outputs: np.ndarray) 
 
 
 def improving_signs(better: str, labels: np.ndarray, predictions: np.ndarray) -> np.ndarray:
-    """Return the sign of -dl/df of each target, where l is its loss, shape (m,), int64.
+    """Return the sign of the scores that reduce each target's loss, shape (m,), int64.
 
-    If ``better`` is ``larger``, the sign is 1. If it is ``closer``, the sign is that of label -
-    prediction, both of shape (m,).
+    If ``better`` is ``larger``, the sign is 1. If it is ``closer``, a model output that is closer
+    to the label has a smaller loss, and the sign is that of label - prediction.
     """
     if better == "larger":
         return np.ones(len(labels), dtype=np.int64)
@@ -111,11 +113,11 @@ def improving_signs(better: str, labels: np.ndarray, predictions: np.ndarray) ->
 
 
 def help_and_harm(scores: np.ndarray, improves: np.ndarray) -> np.ndarray:
-    """Return how much each training sample improves targets and worsens them, on average.
+    """Return how much each training sample helps and how much it harms targets, on average.
 
     The two columns are the means over targets of ``max(scores * improves, 0)`` and of
-    ``max(-scores * improves, 0)``. Scores have shape (rows, m), and the signs ``improves`` (m,).
-    The result has shape (rows, 2), float64.
+    ``max(-scores * improves, 0)``. Scores have shape (rows, m). ``improves``, shape (m,), are the
+    signs of ``improving_signs``. The result has shape (rows, 2), float64.
     """
     moved = scores * improves.astype(scores.dtype)
     up = np.maximum(moved, 0).sum(axis=1, dtype=np.float64)
@@ -141,9 +143,10 @@ def harmed_class(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Extremes:
-    """The largest scores of each target so far, and their rows.
+    """The largest scores of each target, and the rows of the training samples with these scores.
 
-    Both have shape (kept, m). Scores descend, and equal scores are in the order of their rows.
+    ``rows`` and ``scores`` have shape (kept, m). In each column, scores descend, and equal scores
+    are in the order of their rows.
     """
 
     rows: np.ndarray
@@ -151,12 +154,12 @@ class Extremes:
 
 
 def largest(seen: Extremes | None, start: int, block: np.ndarray, keep: int) -> Extremes:
-    """Return the ``keep`` largest entries of every column, including a new block of rows.
+    """Return the ``keep`` largest entries of every column among previous blocks and a new block.
 
-    Equivalent to ``np.argsort(-scores, axis=0, kind="stable")[:keep]`` of all blocks together, for
-    blocks in the order of rows. Only entries above the smallest kept entry are sorted, usually a
-    small fraction. ``seen`` is the result for the previous blocks, or None. ``start`` is the first
-    row of ``block``, which has shape (rows, m).
+    Blocks must be passed in the order of rows. The rows are then those of
+    ``np.argsort(-scores, axis=0, kind="stable")[:keep]`` for all blocks together. Only entries
+    above the smallest kept entry are sorted, which are usually few. ``seen`` is the result for the
+    previous blocks, or None. ``start`` is the number of the first row of ``block`` (rows, m).
     """
     # The first block is processed in parts of doubling size, so that the largest entries of earlier
     # parts filter the later parts.
@@ -181,14 +184,14 @@ def merged(earlier: Extremes, later: Extremes, keep: int) -> Extremes:
     """Return the ``keep`` largest entries of every column among earlier and later rows."""
     rows = np.vstack([earlier.rows, later.rows])
     scores = np.vstack([earlier.scores, later.scores])
-    # A stable sort keeps the earlier of equal scores.
+    # A stable sort leaves equal scores in the order of their rows.
     order = np.argsort(-scores, axis=0, kind="stable")[:keep]
     return Extremes(*(np.take_along_axis(values, order, axis=0) for values in (rows, scores)))
 
 
 def _packed(chosen: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return rows and scores of each column's chosen entries, padded at the end with -inf."""
-    # This is ten times as fast as `np.nonzero` if few entries are chosen.
+    """Return rows and scores of each column's chosen entries. Columns with fewer end with -inf."""
+    # If few entries are chosen, `flatnonzero` is ten times as fast as `nonzero`.
     rows, columns = np.divmod(np.flatnonzero(chosen), chosen.shape[1])
     order = np.argsort(columns, kind="stable")
     rows, columns = rows[order], columns[order]

@@ -1,4 +1,4 @@
-"""The class ``Scores``: scores as tables, and as HTML in notebooks."""
+"""The class ``Scores``, which shows scores as tables, and as HTML in notebooks."""
 
 import html
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,9 +26,9 @@ from trak_core.model_outputs.about_outputs import about_output
 from trak_core.settings import ScoresSpec
 from trak_core.study.dataset_split import Split
 
-# Notebooks show _SHOWN targets, and for each of them _EACH training samples of each sign.
+# Notebooks show _SHOWN targets, each with _EACH training samples for each sign of the score.
 _SHOWN, _EACH = 5, 3
-# A function that returns a sample as HTML, given whether the sample is a target, and its id.
+# A function of whether a sample is a target, and of the sample's id. It returns HTML.
 ShowSample = Callable[[bool, Any], str]
 
 
@@ -39,10 +39,10 @@ class Scores:
     A positive score means that the training sample raised the target's model output.
 
     Attributes:
-        targets: A table of the targets by id, with columns ``label``, ``prediction``, ``output``
-            (the mean over checkpoints) and ``output_sd``, and the columns of the study.
-        train: The same columns for the training samples, and ``loss_weight``. If it is known which
-            sign of a score improves a target, the table also has ``help`` and ``harm``.
+        targets: A table of the targets, indexed by id, with columns ``label``, ``prediction``,
+            ``output`` (the mean over checkpoints) and ``output_sd``, and the columns of the study.
+        train: A table of the training samples with the same columns and ``loss_weight``. If it is
+            known which sign of a score improves a target, there are also ``help`` and ``harm``.
         unit: The unit of a score, as text.
     """
 
@@ -55,7 +55,7 @@ class Scores:
     show: ShowSample | None = None
     # The targets' samples. None for scores that were read from a file or unpickled.
     samples: Split | None = None
-    # Names of a target's label and prediction in notebooks.
+    # The words for a sample's label and prediction in notebooks.
     words: tuple[str, str] = ("label", "predicted")
 
     @classmethod
@@ -71,7 +71,8 @@ class Scores:
     ) -> Self:
         """Return the combined scores of checkpoints, computed in blocks of training samples.
 
-        ``parts`` contains the data of each checkpoint. ``more`` sets other attributes.
+        ``parts`` contains the data of each checkpoint. ``keep`` and ``top`` are arguments of
+        ``Attributor.score``. ``more`` sets other attributes.
         """
         n, m = (len(parts[0].vector(f"{side}_ids")) for side in ("train", "target"))
         need = average_need(
@@ -108,9 +109,9 @@ class Scores:
 
     @classmethod
     def of_file(cls, path: Path, texts: Mapping[str, pd.DataFrame]) -> Self:
-        """Return the scores in a run's file, which is read again for the matrix if it is needed.
+        """Return the scores in the file of a run. The matrix is only read when it is needed.
 
-        ``texts`` contains tables indexed by id, which are joined to ``targets`` and ``train``.
+        ``texts`` contains tables, indexed by id, that are joined to ``targets`` and ``train``.
         """
         with open_artifact(path, SCORES) as file:
             targets, train = (
@@ -132,8 +133,9 @@ class Scores:
         """All scores, shape (n_train, n_targets), float32. Not available for ``keep="top_k"``."""
         if self.read_matrix is None:
             raise InputError(
-                "The matrix needs `keep: full`. Found `keep: top_k`, which kept the top "
-                f"{self.n_kept} influences of each sign for each target. Use top() and bottom().",
+                "The matrix of scores exists only with `keep: full`. Found `keep: top_k`, which "
+                f"kept {self.n_kept} scores of each sign for each target. Use top(k) and bottom(k) "
+                f"with k up to {self.n_kept}, or compute the scores with `keep: full`.",
                 code="artifacts.no_matrix",
             )
         return self.read_matrix()
@@ -175,7 +177,7 @@ class Scores:
     def of_train(self, train_id: Any) -> pd.DataFrame:
         """Return a training sample's scores, largest first, with columns ``target`` and ``score``.
 
-        With ``keep="top_k"``, only targets with the sample among their top influences are returned.
+        With ``keep="top_k"``, targets are omitted if they have no kept score for this sample.
         """
         if train_id not in self.train.index:
             raise InputError(
@@ -192,12 +194,12 @@ class Scores:
         return table.sort_values("score", ascending=False, kind="stable").reset_index(drop=True)
 
     def __repr__(self) -> str:
-        """Return the sizes and the strongest training samples of the first targets."""
+        """Return a text with the size of the matrix and the strongest training samples."""
         n, m = len(self.train), len(self.targets)
         return f"Scores of {n} training samples for {m} targets; unit: {self.unit}\n{self.top(3)}"
 
     def _repr_html_(self) -> str:
-        """Return the first targets with their strongest training samples, for Jupyter."""
+        """Return HTML for Jupyter: the first targets and the strongest training samples of each."""
         n, m = len(self.train), len(self.targets)
         style = ' style="text-align: left; vertical-align: top"'
         rows = [f"<th{style}>Target<th{style}>Pushed up by<th{style}>Pushed down by"]
@@ -223,7 +225,7 @@ class Scores:
         )
 
     def _shown(self, is_target: bool, sample_id: Any, *values: Any, score: str = "") -> str:
-        """Return a sample with its id, label and, for two values, prediction, as HTML."""
+        """Return HTML for a sample, its id, and ``values``: the label, then the prediction."""
         texts = [f"{value:.3g}" if isinstance(value, float) else value for value in values]
         about = [f"{word} {text}" for word, text in zip(self.words, texts, strict=False) if word]
         about += [score] * bool(score)

@@ -1,4 +1,4 @@
-"""Solve TRAK's damped linear systems, k x k or n x n, with NumPy and SciPy."""
+"""Solve damped linear systems with a k x k normal matrix or an n x n Gramian."""
 
 import contextlib
 from collections.abc import Iterable, Sequence
@@ -13,18 +13,18 @@ from trak_core.errors import InputError
 
 # Features are float32, so directions with eigenvalues below about 1e-7 times the largest are noise.
 MAX_CONDITION = 1e7
-# Below this condition number, the damped matrix is positive definite despite rounding.
+# Below this condition number, rounding cannot make the damped matrix indefinite.
 _SURELY = MAX_CONDITION / 100
 
 
 def weighted_gramians(
     blocks: Iterable[tuple[np.ndarray, Sequence[np.ndarray]]],
 ) -> list[np.ndarray]:
-    """Sum normal matrices Phi^T W Phi = sum_i w_i phi_i phi_i^T over blocks of rows, in float64.
+    """Compute normal matrices Phi^T W Phi = sum_i w_i phi_i phi_i^T from blocks of rows.
 
     Equivalent to ``phi.T @ np.diag(w) @ phi`` for each set of weights w, in one pass over the rows.
-    A block has features, shape (rows, k), any float dtype, and sets of non-negative weights, shape
-    (rows,) each. The sizes of the blocks change only the rounding.
+    A block consists of features, shape (rows, k), of any float dtype, and of sets of non-negative
+    weights, shape (rows,) each. The sizes of the blocks change only the rounding.
 
     Returns:
         A matrix for each set of weights, shape (k, k), float64, exactly symmetric. Its trace is
@@ -47,14 +47,14 @@ def weighted_gramians(
 
 
 def fill_upper(lower: np.ndarray) -> None:
-    """Make the result of ``dsyrk``, which has zeros above the diagonal, symmetric in place."""
+    """Copy a matrix's lower triangle to the upper triangle, which must be zero, in place."""
     diagonal = np.diagonal(lower).copy()
     lower += lower.T  # this saves the memory of a third matrix
     lower.flat[:: len(lower) + 1] = diagonal
 
 
 def mean_squared_norm(normal_matrix: np.ndarray, n_rows: int) -> float:
-    """Return the mean of w_i |phi_i|^2 over ``n_rows`` samples, from their normal matrix."""
+    """Return the mean of w_i |phi_i|^2 over samples i from N = sum_i w_i phi_i phi_i^T."""
     return float(np.trace(normal_matrix)) / n_rows
 
 
@@ -66,7 +66,7 @@ def extreme_eigenvalues(matrix: np.ndarray) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class DampedMatrix:
-    """Cholesky factorization L L^T = M + ridge I of a normal matrix or a weighted Gramian M.
+    """The Cholesky factorization L L^T = M + ridge I of a normal matrix or weighted Gramian M.
 
     Attributes:
         factor: L in the lower triangle, shape (k, k), float64. The upper triangle is not used.
@@ -82,14 +82,15 @@ class DampedMatrix:
     ) -> Self:
         """Return the factorization of M + ridge I, with a ridge of at least 0.
 
-        Unlike ``scipy.linalg.cho_factor(M + ridge * np.eye(k), lower=True)``, it raises an error if
-        the condition number is ``MAX_CONDITION`` or more, because the solution would be noise.
+        Unlike ``scipy.linalg.cho_factor(M + ridge * np.eye(k), lower=True)``, this method raises an
+        error if the condition number is ``MAX_CONDITION`` or more. Solutions would be noise.
 
-        M is symmetric and positive semi-definite, shape (k, k), float64. ``eigenvalues`` are its
-        smallest and its largest eigenvalue, or None.
+        M is symmetric and positive semi-definite, shape (k, k), float64. ``eigenvalues`` are the
+        smallest and the largest eigenvalue of M. If they are None, they are computed if needed.
         """
-        # The trace is an upper bound of the largest eigenvalue. If this bound suffices, eigenvalues
-        # are not computed, because they take longer than the factorization.
+        # The trace is an upper bound of the largest eigenvalue. If this bound already shows that
+        # the condition number is small, the eigenvalues are not computed, which would take longer
+        # than the factorization.
         ends = eigenvalues or (0.0, float(np.trace(matrix)))
         if eigenvalues is None and ends[1] > _SURELY * ridge:
             ends = extreme_eigenvalues(matrix)
@@ -100,8 +101,9 @@ class DampedMatrix:
                 f"The condition number of the damped matrix must be below {MAX_CONDITION:.0e}. "
                 f"Found {condition} (eigenvalues {smallest:.3g} to {largest:.3g}, with ridge = "
                 f"{ridge:.3g}, {len(matrix)} rows). Raise `scoring.damping`. It must be above 0 if "
-                "proj_dim is above the number of training samples, if gradients are equal, or, "
-                "without a projection, if there are more training samples than parameters.",
+                "gradients are equal, or if proj_dim exceeds the number of training samples. "
+                "Without a projection, it must be above 0 if there are more training samples than "
+                "parameters.",
                 code="scoring.singular",
             )
         damped = matrix.copy()
@@ -110,18 +112,18 @@ class DampedMatrix:
         return cls(scipy.linalg.cho_factor(damped.T, lower=True, overwrite_a=True)[0], ridge)
 
     def solve(self, right_side: np.ndarray) -> np.ndarray:
-        """Return the solution X of (M + ridge I) X = right_side, both of shape (k, m), float64."""
+        """Return the solution X of (M + ridge I) X = ``right_side``, shape (k, m), float64."""
         return scipy.linalg.cho_solve((self.factor, True), right_side)
 
     def squares(self, rows: np.ndarray) -> np.ndarray:
-        """Return phi^T (M + ridge I)^-1 phi = |L^-1 phi|^2 for each row (rows, k), float64."""
+        """Return phi^T (M + ridge I)^-1 phi = |L^-1 phi|^2 for each row phi (k,), float64."""
         solved = scipy.linalg.solve_triangular(self.factor, rows.astype(np.float64).T, lower=True)
         return np.einsum("ij,ij->j", solved, solved)
 
 
 @dataclass(frozen=True, slots=True)
 class Spectrum:
-    """Eigendecomposition V D V^T of a normal matrix, which can be used for any damping.
+    """The eigendecomposition V D V^T of a normal matrix. It can be used for any damping.
 
     Attributes:
         eigenvalues: D, ascending and non-negative, shape (k,), float64.
@@ -133,16 +135,17 @@ class Spectrum:
 
     @classmethod
     def decompose(cls, matrix: np.ndarray) -> Self:
-        """Decompose a symmetric, positive semi-definite matrix of shape (k, k), float64."""
+        """Return the spectrum of a symmetric, positive semi-definite matrix (k, k), float64."""
         eigenvalues, vectors = scipy.linalg.eigh(matrix)
         # Rounding makes some eigenvalues of a singular matrix negative.
         return cls(np.maximum(eigenvalues, 0), vectors)
 
     def norm_products(self, weighted: np.ndarray, gramian: np.ndarray) -> np.ndarray:
-        """Return P = (V^T Y^T Y V) * (V^T Phi^T Phi V), from which ``train_norm`` computes ||B||.
+        """Return P = (V^T Y^T Y V) * (V^T Phi^T Phi V), which is an argument of ``train_norm``.
 
-        ``weighted`` is Y^T Y with Y = diag(|Q|^power) Phi, ``gramian`` is Phi^T Phi, shape (k, k)
-        each, float64. The product * is entrywise.
+        ``weighted`` is Y^T Y, where Y = diag(|Q|^power) Phi are the features, multiplied by loss
+        weights Q. ``gramian`` is Phi^T Phi. Matrices have shape (k, k), float64. The product * is
+        entrywise.
         """
         products = self.vectors.T @ (weighted @ self.vectors)
         products *= self.vectors.T @ (gramian @ self.vectors)
@@ -150,34 +153,35 @@ class Spectrum:
 
 
 def train_norm(eigenvalues: np.ndarray, products: np.ndarray, ridge: float) -> float:
-    """Return ||B||_F of B = diag(|Q|^power) Phi M^-1 Phi^T, with M = Phi^T W Phi + ridge I.
+    """Return the norm ||B||_F of the training samples' scores B for each other.
 
-    ||B||^2 = tr(M^-1 Y^T Y M^-1 Phi^T Phi) with Y = diag(|Q|^power) Phi. In the basis of M's
-    eigenvectors this is sum_ij P_ij / ((D_i + ridge) (D_j + ridge)), with eigenvalues D of
-    Phi^T W Phi, shape (k,), and products P of ``Spectrum.norm_products``.
+    B = diag(|Q|^power) Phi M^-1 Phi^T, with features Phi, loss weights Q and M = Phi^T W Phi +
+    ridge I. Then ||B||^2 = tr(M^-1 Y^T Y M^-1 Phi^T Phi) with Y = diag(|Q|^power) Phi. In the basis
+    of M's eigenvectors, ||B||^2 = sum_ij P_ij / ((D_i + ridge) (D_j + ridge)), where D are the
+    eigenvalues of Phi^T W Phi, shape (k,), and P are the products of ``Spectrum.norm_products``.
     """
     inverse = np.divide(1, eigenvalues + ridge, where=eigenvalues + ridge > 0, out=0 * eigenvalues)
     return _positive_root(float(inverse @ products @ inverse))
 
 
 def _positive_root(squared_norm: float) -> float:
-    """Return ||B|| from its square. Scores are divided by ||B||, so it must be above 0."""
+    """Return a norm from its square. It must be above 0, because scores are divided by the norm."""
     if not squared_norm > 0:
         raise InputError(
-            "With `combine: unit_average` the norm of a checkpoint's scores over the training "
-            f"samples must be above 0. Found {squared_norm:.3g}, because all loss weights or all "
-            "gradients are 0. Remove this checkpoint, or choose another scoring.combine.",
+            "With `combine: unit_average`, the norm of a checkpoint's scores of training samples "
+            f"for each other must be above 0. Found {squared_norm:.3g}, because all loss weights "
+            "or all gradients are 0. Remove this checkpoint, or choose another scoring.combine.",
             code="scoring.norm",
         )
     return squared_norm**0.5
 
 
-# Rows are rounded to float32, so eigenvalues that should be 0 are about 1e-14 times the largest.
+# Because features are rounded to float32, eigenvalues of 0 become about 1e-14 times the largest.
 _SINGULAR = 1e13
 
 
 def inverse_or_pseudo_inverse(matrix: np.ndarray, max_rank: int) -> tuple[np.ndarray, int]:
-    """Return a matrix's inverse, or its pseudo-inverse if it is nearly singular, and its rank.
+    """Return the inverse of a matrix, or the pseudo-inverse if it is nearly singular, and the rank.
 
     The pseudo-inverse uses at most ``max_rank`` eigenvectors, with eigenvalues above 1e-13 times
     the largest. The matrix is symmetric, positive semi-definite, of shape (k, k), float64.
@@ -196,26 +200,26 @@ def inverse_or_pseudo_inverse(matrix: np.ndarray, max_rank: int) -> tuple[np.nda
 
 
 def inverse_lengths(gramian: np.ndarray) -> np.ndarray:
-    """Return 1 / |g_i| of the gradients g_i from their inner products (n, n), shape (n, 1).
+    """Return 1 / |g_i|, shape (n, 1), from the inner products of gradients g_i, shape (n, n).
 
-    It is 0 for gradients whose squared length is 0 or below the rounding error of the largest.
+    The result is 0 where a squared length is 0 or below the rounding error of the largest one.
     """
     squares = np.diagonal(gramian)
     is_nonzero = squares > np.finfo(np.float32).eps ** 2 * squares.max()
     return (is_nonzero / np.sqrt(np.where(is_nonzero, squares, 1)))[:, None]
 
 
-# The number of columns of the Gramian in one call of the solver.
+# The solver is called for this many columns of the Gramian at a time, to limit memory.
 _COLUMNS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class DampedGramian:
-    """The n x n form of the damped solve: S K S + ridge I, factorized, with S = W^(1/2).
+    """The factorized n x n matrix S K S + ridge I, from which exact scores are computed.
 
     Attributes:
-        gramian: K = J J^T of the training gradients J, shape (n, n), float64.
-        root: The diagonal of S, shape (n,), float64.
+        gramian: K = J J^T, where the rows of J are the training gradients, shape (n, n), float64.
+        root: The diagonal of S = W^(1/2), where W are weights, shape (n,), float64.
         damped: The factorization of S K S + ridge I.
 
     Example:
@@ -233,16 +237,16 @@ class DampedGramian:
 
     @property
     def ridge(self) -> float:
-        """The number that was added to the diagonal, damping * mean_i w_i K_ii."""
+        """The number that was added to the diagonal of the weighted Gramian."""
         return self.damped.ridge
 
     @classmethod
     def factorize(cls, gramian: np.ndarray, weights: np.ndarray, damping: float) -> Self:
         """Return the factorized damped Gramian, which can be used for any targets.
 
-        K = J J^T has shape (n, n), float64. ``weights`` are the diagonal of W, non-negative, shape
-        (n,). The damping, at least 0, is relative to the mean squared length of the weighted
-        gradients. A numerically singular matrix raises an error.
+        ``gramian`` is K = J J^T, shape (n, n), float64. ``weights`` are the diagonal of W, shape
+        (n,), and must not be negative. The ridge is the damping, which must be at least 0, times
+        mean_i w_i K_ii. If the damped matrix is numerically singular, an error is raised.
         """
         if damping < 0:
             raise InputError(
@@ -255,12 +259,12 @@ class DampedGramian:
         return cls(gramian, root, DampedMatrix.factorize(weighted, ridge))
 
     def similarities(self, cross: np.ndarray) -> np.ndarray:
-        """Return A = J (J^T W J + ridge I)^-1 J_t^T without J, from K_t = J J_t^T.
+        """Return A = J (J^T W J + ridge I)^-1 J_t^T from ``cross`` = K_t = J J_t^T, without J.
 
-        By Woodbury's identity A = (K W + ridge I)^-1 K_t
-        = [K_t - K S (S K S + ridge I)^-1 S K_t] / ridge. The last form solves a symmetric system
-        and is also defined if a weight is 0. Without damping, A = W^-1 K^-1 K_t if K has an
-        inverse. K_t and A have shape (n, m), float64.
+        The rows of J and J_t are gradients of training samples and targets. By Woodbury's identity,
+        A = (K W + ridge I)^-1 K_t = [K_t - K S (S K S + ridge I)^-1 S K_t] / ridge. The last form
+        solves a symmetric system and is also defined if a weight is 0. Without damping,
+        A = W^-1 K^-1 K_t if K has an inverse. K_t and A have shape (n, m), float64.
         """
         solved = self.damped.solve(self.root[:, None] * cross)
         if self.ridge == 0:
@@ -268,12 +272,14 @@ class DampedGramian:
         return (cross - self.gramian @ (self.root[:, None] * solved)) / self.ridge
 
     def train_norm(self, row_weights: np.ndarray) -> float:
-        """Return ||B||_F of B = diag(|Q|^power) J M^-1 J^T, with M = J^T W J + ridge I, without J.
+        """Return the norm ||B||_F of the training samples' scores B for each other.
 
-        ``row_weights`` are |Q|^power, shape (n,), float64. The norm must be above 0.
+        B = diag(``row_weights``) J M^-1 J^T, with training gradients J and M = J^T W J + ridge I.
+        ``row_weights`` are powers of loss weights, |Q|^power, shape (n,), float64. The norm must be
+        above 0.
         """
         squared = 0.0
-        # B = diag(|Q|^power) A, where A are the similarities of the training samples to each other.
+        # B = diag(|Q|^power) A, where A is the result of ``similarities`` for training samples.
         n = len(row_weights)  # The rows after the first n belong to drawn labels.
         for start in range(0, n, _COLUMNS):
             columns = slice(start, min(start + _COLUMNS, n))

@@ -1,4 +1,4 @@
-"""Split the scores of pairs of texts by the tokens of either text, and by parameters."""
+"""Split the score of a training text for a target text by tokens of either text, and by layers."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,11 +36,12 @@ SIDES = ("train", "target")
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One checkpoint's scores of pairs, split by tokens and by layers.
+    """One checkpoint's scores of pairs of a training sample and a target, by token and by layer.
 
-    ``tokens`` contains, for each pair, the scores of the training sample's tokens, then the score
-    of terms that belong to no token. For each pair, the scores of the target's tokens follow.
-    ``layers`` contains the scores of each layer, shape (pairs,).
+    ``tokens`` contains an array for each pair, with the scores of the training sample's tokens.
+    Then it contains an array for each pair with the scores of the target's tokens. The last entry
+    of each array is the score of terms that belong to no token. ``layers`` contains the scores of
+    each layer, shape (pairs,).
     """
 
     tokens: list[np.ndarray]
@@ -56,15 +57,15 @@ def cut_pairs(
     pairs: np.ndarray,
     compute: Compute,
 ) -> Cut:
-    """Return scores of pairs, split by the tokens of training samples, and by those of targets.
+    """Return one checkpoint's scores of pairs, split by tokens and by layers.
 
-    The score of a pair is <x, R v>, where R is the projection matrix. To split it by the tokens of
-    one sample, x is that sample's gradient, and v = (N + ridge I)^-1 phi, where phi are the
-    features of the other sample. Each sample is differentiated once.
+    The score of a pair is <x, R v>, where R is the projection matrix. To split the score by the
+    tokens of a sample, x is the gradient of this sample, and v = (N + ridge I)^-1 phi, where N is
+    the normal matrix and phi are the features of the other sample of the pair. Each sample is
+    differentiated once.
 
-    ``splits`` are n training samples and m targets, and ``features`` are their features, shapes
-    (n, k) and (m, k), float64. ``pairs`` are rows of training samples and of targets, shape
-    (pairs, 2).
+    ``splits`` are n training samples and m targets. ``features`` have shapes (n, k) and (m, k),
+    float64. ``pairs`` are indices of training samples and of targets, shape (pairs, 2).
     """
     (phi, target_phi), m = features, len(features[1])
     # With `normalize`, the features of a training sample are divided by their length.
@@ -84,7 +85,7 @@ def cut_pairs(
 
 
 def count_tokens(batch: Batch, loaded: LoadedModel) -> int:
-    """Return the number of tokens of a batch's texts, with padding. 0 if samples are not texts."""
+    """Return the number of tokens of each text with padding, or 0 if samples are not texts."""
     if loaded.output.label_ndim == 1 and not loaded.output.takes_labels:
         return batch.labels.shape[1]
     if loaded.output.label_ndim == 0 and "input_ids" in batch.kwargs:
@@ -100,10 +101,11 @@ def _cut(
     solved: np.ndarray,
     side_pairs: np.ndarray,
 ) -> tuple[list[np.ndarray], np.ndarray]:
-    """Return scores of pairs by the tokens of samples in ``split``, and by parameter.
+    """Return scores of pairs, split by the tokens of the samples in ``split``, and by parameter.
 
-    ``solved`` are the solved features of the samples paired with them, shape (rows, k). A pair
-    consists of the row of a sample in ``split`` and a row of ``solved``.
+    ``solved`` contains (N + ridge I)^-1 phi for the features phi of the other samples, shape
+    (rows, k). A row of ``side_pairs`` is the index of a sample in ``split`` and a row of
+    ``solved``.
     """
     memory_mb = compute.memory_mb
     vectors = torch.from_numpy(solved * projection.scale).float().to(loaded.device)
@@ -111,8 +113,8 @@ def _cut(
     loaded = loaded.in_pieces(samples, memory_mb)
     few, _ = loaded.few(samples)
     directions = Directions(loaded.parameters, projection, vectors, loaded.scales)
-    # Memory besides gradients: the directions of one parameter for one vector and their scaled
-    # copy, and the directions of small parameters for all vectors.
+    # Besides gradients, there must be memory for the directions of one parameter for one vector,
+    # for their scaled copy, and for the directions of small parameters for all vectors.
     sizes = [p.numel() for p in loaded.parameters.values()]
     direction_bytes = 4 * max(sizes) * (1 + bool(loaded.scales))
     direction_bytes += 4 * min(PIECE, len(vectors) * sum(sizes))
@@ -128,7 +130,7 @@ def _cut(
 
     def compute_batch(first: int, last: int) -> None:
         batch = loaded.batch(samples, first, last)
-        # The position of each pair's sample in the batch, or -1.
+        # The position of each pair's sample in the batch, or -1 for samples of other batches.
         positions = np.full(len(samples), -1)
         positions[samples.rows[first:last]] = np.arange(last - first)
         positions = positions[sample_of]
@@ -153,10 +155,10 @@ def _cut(
 def token_tables(
     top: pd.DataFrame, cuts: Sequence[Cut], weights: np.ndarray
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Return the tables of tokens and of layers, as weighted sums over checkpoints.
+    """Return a table of the scores of tokens, and a table of the scores of layers.
 
-    ``top`` contains the ids of the pairs. ``cuts`` and ``weights``, shape (checkpoints, pairs), are
-    results of ``cut_pairs`` and ``checkpoint_weights``.
+    ``top`` contains the ids of the pairs. Scores are sums over checkpoints of the scores in
+    ``cuts``, multiplied by ``weights`` (see ``checkpoint_weights``), shape (checkpoints, pairs).
     """
     totals = [
         np.sum([w * cut.tokens[i] for w, cut in zip(own, cuts, strict=True)], axis=0)
@@ -180,13 +182,16 @@ def token_tables(
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Pairs of a sample and a vector: ascending positions in a batch, and rows of the vectors."""
+    """Pairs of a sample and a vector.
+
+    ``samples`` are ascending positions in a batch, and ``vectors`` are rows of a matrix of vectors.
+    """
 
     samples: Tensor
     vectors: Tensor
 
     def groups(self, pairs: Tensor | None = None) -> list[tuple[int, slice]]:
-        """Return each sample with the slice of its pairs, among all pairs or among ``pairs``."""
+        """Return each sample and the slice of its pairs, among ``pairs`` or among all pairs."""
         samples = self.samples if pairs is None else self.samples[pairs]
         distinct, sizes = samples.unique_consecutive(return_counts=True)
         ends = sizes.cumsum(0)
@@ -194,17 +199,17 @@ class Pairs:
         return [(sample, slice(start, end)) for sample, start, end in columns]
 
 
-# A function of a sample and directions (n, entries). It returns the inner products of directions
-# with the terms of the sample's gradient, shape (n, positions).
+# A function of a sample and of n vectors, shape (n, entries). It returns the inner products of the
+# vectors and the terms of the sample's gradient, shape (n, positions).
 _Inner = Callable[[int, Tensor], Tensor]
 
 
 class Directions:
-    """Vectors v in the projected space, and the entries of R v that belong to each parameter.
+    """Directions: the entries of R v that belong to each parameter, for vectors v.
 
-    These entries are called directions. Those of small parameters, with at most ``PIECE`` entries
-    in total, are computed once. The vectors have shape (m, k), float32. ``scales`` multiply the
-    entries of gradients, by parameter name.
+    R is the projection matrix. ``vectors`` has shape (m, k), float32. The directions of small
+    parameters, which have at most ``PIECE`` entries in total, are computed once. ``scales`` are
+    factors that multiply the entries of gradients, by parameter name.
     """
 
     def __init__(
@@ -229,11 +234,11 @@ class Directions:
         self._held: dict[int, Tensor] = {}
 
     def contractions_of(self, parameter: Tensor) -> Contractions | None:
-        """Return what computes inner products from a gradient's factors, or None if nothing can."""
+        """Return ``Contractions``, which need no directions, or None if they cannot be used."""
         return None if id(parameter) in self._scales else self._contractions
 
     def rows_of(self, parameter: Tensor, rows: Tensor | slice) -> Tensor:
-        """Return the directions of some vectors, shape (vectors, entries)."""
+        """Return a parameter's directions for the vectors ``rows``, shape (vectors, entries)."""
         if id(parameter) not in self._small:
             return self._computed(parameter, rows)
         if id(parameter) not in self._held:
@@ -248,17 +253,17 @@ class Directions:
 
 
 class Shares(Consumer):
-    """A consumer of gradients that sums <x, R v> for pairs of a gradient x and a vector v.
+    """A consumer of gradients x that splits <x, R v> into shares of tokens, for pairs of x and v.
 
-    The gradient of a weight is sum_t a_t b_t^T over tokens t, and is never formed. With the
-    direction D of v, the share of token t is a_t^T D b_t. For a tensor sketch, D is not needed if
-    it is cheaper to sketch each token's factors once for all vectors. ``n_tokens`` is the number of
-    tokens of a sample, or 0 for samples that are not texts.
+    The gradient of a weight matrix is a sum of a_t b_t^T over tokens t, and is never formed. If the
+    matrix D contains the entries of R v for this weight, the share of token t is a_t^T D b_t. For a
+    tensor sketch, D is not computed if it is cheaper to sketch a_t and b_t once for all vectors v.
+    ``n_tokens`` is the number of tokens of a sample, or 0 for samples that are not texts.
 
     Attributes:
-        by_token: Shape (pairs, tokens + 1), float64. The last column has the terms that belong to
-            no single token, such as those of position embeddings.
-        by_parameter: Shape (pairs, parameters), float64, with the same sums of rows.
+        by_token: The shares of tokens, shape (pairs, tokens + 1), float64. The last column has the
+            terms that belong to no single token, such as those of position embeddings.
+        by_parameter: The shares of parameters, shape (pairs, parameters), float64.
     """
 
     reads_terms = True
@@ -305,7 +310,7 @@ class Shares(Consumer):
         for start in range(0, len(used), step):
             chunk = self._directions.rows_of(parameter, used[start : start + step])
             pairs, groups, in_chunk = slice(None), self._groups, indices
-            if step < len(used):  # Otherwise a GPU need not be awaited.
+            if step < len(used):  # `where` waits for a GPU, so it is called only if needed.
                 (pairs,) = torch.where((indices >= start) & (indices < start + step))
                 groups, in_chunk = self._pairs.groups(pairs), indices[pairs] - start
             for first, inner in self._parts(uses, shape):
@@ -320,7 +325,7 @@ class Shares(Consumer):
         number: int,
         matrix: int,
     ) -> bool:
-        """Add the shares of one use, by sketching its factors. Return False if not cheaper."""
+        """Sketch outer products and add their shares, or return False if this is not cheaper."""
         pairs = self._groups, self._pairs.vectors
         if isinstance(use, Lookup) and use.matrix == shape:
             shares = contractions.inner_with_lookups(matrix, use.indices, use.gradients[0], *pairs)
@@ -340,7 +345,7 @@ class Shares(Consumer):
     def _add_shares(
         self, first: int | None, shares: Tensor, number: int, rows: Tensor | slice = slice(None)
     ) -> None:
-        """Add shares of the tokens from ``first`` on. None adds them to the last column."""
+        """Add the shares of tokens from ``first`` on, or of no token if ``first`` is None."""
         shares = shares.double()
         sums = shares.sum(1)
         if first is None:
@@ -352,10 +357,10 @@ class Shares(Consumer):
     def _parts(
         self, uses: Sequence[Contribution], shape: tuple[int, int]
     ) -> Iterator[tuple[int | None, _Inner]]:
-        """Yield gradients whose sum over ``uses`` is a parameter's gradient.
+        """Yield parts of a parameter's gradient, each of which is a sum of terms at positions.
 
-        Each is a sum of terms at positions. The first value is the token at the first position, or
-        None if positions are not tokens. The second computes inner products with the terms.
+        For each part, yield the token at the first position, or None if positions are not tokens,
+        and a function that computes the inner products of vectors and terms.
         """
         for use in uses:
             if isinstance(use, MarginFactors | BiasFactors) and use.matrix == shape:
@@ -370,7 +375,7 @@ class Shares(Consumer):
                 yield self._first(use, use.indices.shape[1]), _of_lookup(use, shape)
             elif isinstance(use, Dense) and use.terms is not None:
                 terms = use.terms()[0]
-                # A scalar parameter's terms lack the last dimension, which this adds.
+                # Terms of a scalar parameter have no last dimension. The new shape adds it.
                 terms = terms.reshape(*terms.shape[:2], shape[0] * shape[1]).float()
                 yield self._first(use, terms.shape[1]), _of_terms(terms)
             else:
@@ -379,7 +384,7 @@ class Shares(Consumer):
 
     def _first(self, use: Contribution, n_positions: int) -> int | None:
         """Return 0, the token at the first position, or None if positions are not tokens."""
-        if isinstance(use, MarginFactors):  # no margin predicts token 0 of a causal model
+        if isinstance(use, MarginFactors):  # A causal model has fewer margins than tokens.
             return 0 if n_positions <= self._n_tokens else None
         return 0 if 0 < n_positions == self._n_tokens and not use.has_ranks else None
 
@@ -394,7 +399,10 @@ class Shares(Consumer):
 
 
 def _of_terms(terms: Tensor, entry: int = 0) -> _Inner:
-    """Return the function for terms (batch, positions, entries) of entries from ``entry`` on."""
+    """Return the inner products with ``terms`` (batch, positions, entries) as a function.
+
+    The terms belong to the entries of a parameter from ``entry`` on.
+    """
     part = slice(entry, entry + terms.shape[2])
     return lambda sample, directions: directions[:, part] @ terms[sample].T
 
@@ -415,7 +423,7 @@ def _of_lookup(use: Lookup, shape: tuple[int, int]) -> _Inner:
     gradients = use.gradients[0]
 
     def inner(sample: int, directions: Tensor) -> Tensor:
-        # <e_i b_t^T, D> is the inner product of row i of D and b_t.
+        # A lookup of row i has the gradient e_i b_t^T. <e_i b_t^T, D> = <row i of D, b_t>.
         rows = directions.view(-1, *shape)[:, use.indices[sample]]
         return (rows * gradients[sample].float()).sum(-1)
 

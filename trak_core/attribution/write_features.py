@@ -30,27 +30,29 @@ from trak_core.runtime.progress import log, with_progress
 from trak_core.settings import TRAIN, FeaturesSpec, ProjectionSpec, projection_of
 from trak_core.study.dataset_split import Split
 
-# Texts are sorted within windows, whose features take _WINDOW_BYTES, or of 256 texts if larger.
+# Texts are sorted by length within windows of at least _LEAST_WINDOW texts. The features of larger
+# windows take at most _WINDOW_BYTES.
 _WINDOW_BYTES, _LEAST_WINDOW = 2**24, 256
 
 
 def projection_for(loaded: LoadedModel, spec: FeaturesSpec) -> ProjectionSpec:
-    """Return the projection of a checkpoint's gradients."""
+    """Return the settings of the projection of a checkpoint's gradients."""
     return projection_of(spec, [p.shape for p in loaded.parameters.values()])
 
 
 @dataclass(slots=True)
 class SampledNormal:
-    """The sum N = 1/S sum_i sum_s phi_is phi_is^T over samples i and S draws s, shape (k, k).
+    """The normal matrix N = 1/S sum_i sum_s phi_is phi_is^T of samples i and S drawn labels s.
 
-    phi_is = scale R^T B_i^T z_is is a gradient, projected by R, with B and z of ``LabelDraws``. The
-    expectation of N is scale^2 R^T G R, where G is the Gauss-Newton matrix of the training loss. G
-    is the Fisher matrix if the loss is minus the log-probability of the label.
+    phi_is = scale R^T B_i^T z_is is the gradient for a drawn label (see ``LabelDraws.drawn``),
+    projected by R. The expectation of N, shape (k, k), is scale^2 R^T G R, where G is the
+    Gauss-Newton matrix of the training loss. G is the Fisher matrix if the loss is minus the
+    log-probability of the label.
 
     Source: Martens, "New Insights and Perspectives on the Natural Gradient Method", JMLR 2020,
         sections 5 and 9.
 
-    ``total`` is the sum of the terms so far, float64. ``add`` fills the lower triangle.
+    ``total`` is the sum of the terms so far, float64. Only the lower triangle is filled.
     """
 
     projection: ProjectionSpec
@@ -66,13 +68,13 @@ class SampledNormal:
         return LabelDraws(self.n_draws, self.projection.stream, self.projection.seed)
 
     def add(self, phi: Sequence[Tensor]) -> None:
-        """Add the terms of some samples, whose projected gradients for each draw are ``phi``."""
+        """Add the terms of a batch. ``phi`` contains the projected gradients of each draw."""
         rows = torch.cat(list(phi)).double().numpy()
         # The sum is column-major, so that BLAS adds to it without a copy.
         dsyrk(1 / self.n_draws, rows.T, beta=1.0, c=self.total, lower=1, overwrite_c=1)
 
     def matrix(self) -> np.ndarray:
-        """Return N, float64, exactly symmetric. No batch can be added after this call."""
+        """Return the matrix N, float64, exactly symmetric. Afterwards, no batch can be added."""
         fill_upper(self.total)
         return self.total
 
@@ -88,13 +90,13 @@ def feature_blocks(
 ) -> Iterator[tuple[int, int, np.ndarray, list[Tensor]]]:
     """Yield features phi = scale R^T g in the order of the samples, one block at a time.
 
-    g is the gradient of the model output, shape (p,), and R the projection of ``projection_for``.
-    With ``must_differ``, an error is raised if all features are equal. Terms for drawn labels are
-    added to ``sampled``, if given.
+    g is the gradient of a sample's model output, shape (p,), and R is the projection matrix. With
+    ``must_differ``, an error is raised if all features are equal. If ``sampled`` is given, the
+    terms for drawn labels are added to it.
 
     Yields:
-        Start and stop of the block; features, shape (rows, k), rounded to their stored dtype; label
-        numbers and ``PerSample.columns``, shape (rows,) each.
+        Start and stop of the block; features, shape (rows, k), rounded to their stored dtype; and a
+        list of label numbers and ``PerSample.columns``, shape (rows,) each.
 
     Source: Park et al., "TRAK", ICML 2023, section 3.2.
     """
@@ -140,7 +142,7 @@ def feature_blocks(
 def _awaited(
     chunks: Iterable[tuple[int, int, QueuedFeatures]],
 ) -> Iterator[tuple[int, int, list[Tensor]]]:
-    """Yield features as tensors. On a GPU, each batch is awaited after the next one is queued."""
+    """Yield start, stop and tensors of each batch. A GPU already computes the next batch then."""
     queue: deque[tuple[int, int, QueuedFeatures]] = deque()
     for chunk in chunks:
         queue.append(chunk)
@@ -162,7 +164,7 @@ def write_features(
     shard: int = 1,
     n_shards: int = 1,
 ) -> None:
-    """Write the features of a split's samples, or of one shard (1 to ``n_shards``) of them."""
+    """Write the features of the samples in shard number ``shard`` (from 1) of ``n_shards``."""
     start, stop = (len(data.ids) * i // n_shards for i in (shard - 1, shard))
     projection = projection_for(loaded, spec)
     file_spec = loaded.file_spec(spec, projection.scaled())
@@ -188,7 +190,7 @@ def write_features(
         spec,
         replace(compute, memory_mb=max(0, left_mb)),
         sampled=sampled,
-        # A shard may consist of a few training samples with equal features.
+        # All training samples must not have equal features, but the few samples of a shard may.
         must_differ=spec.split == TRAIN and n_shards == 1,
     )
     kind = FEATURES if n_shards == 1 else FEATURE_SHARD
@@ -199,7 +201,7 @@ def write_features(
         rows = writer.matrix("features", own.ids, names, dtype=np.dtype(spec.dtype))
         for first, last, stored, columns in blocks:
             rows[first:last] = stored
-            # A list of parts would fragment memory, leaving small tensors between freed large ones.
+            # Small tensors in a list would lie between freed large ones and fragment memory.
             kept = kept or [column.new_empty(len(own.ids)) for column in columns]
             for whole, part in zip(kept, columns, strict=True):
                 whole[first:last] = part

@@ -1,4 +1,4 @@
-"""Model outputs: the number f(z; theta) that attribution explains, and its loss weight.
+"""Model outputs: the numbers f that attribution explains, with loss weights and curvatures.
 
-Nothing is imported here, so that ``about_outputs`` can be imported without torch.
+This file imports nothing, so that ``about_outputs`` can be imported without torch.
 """

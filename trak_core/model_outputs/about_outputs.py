@@ -1,8 +1,8 @@
-"""The table of named model outputs: their requirements, and their descriptions for reports.
+"""The table of model outputs that have a name, with requirements and descriptions for reports.
 
-``about_output`` describes named outputs and functions in Python files. For a new row, add its name
-to the config's schema and a line to ``config/README.md`` (``tests/library/test_registries.py``
-checks both). Snakemake imports this module at every start, so only ``load`` imports torch.
+If you add a row, also add the name to the config's schema and a line to ``config/README.md``. Both
+are checked by ``tests/library/test_registries.py``. Snakemake imports this module at every start,
+which must be fast, so only ``load`` imports torch.
 """
 
 import importlib
@@ -16,30 +16,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """A description of a model output, and its requirements on a study.
+    """A description of a model output f, and the requirements of f on a study.
 
     Attributes:
         name: The name of f, with an article.
         unit: The unit of f.
         meaning: The meaning of a larger f: the end of a sentence that begins "the larger f, ".
         label: A word for the column ``label`` of tables. Empty if the column has no meaning.
-        prediction: The same for the column ``prediction``.
-        columns: A one-line explanation of both columns.
+        prediction: A word for the column ``prediction``. Empty if the column has no meaning.
+        columns: A one-line explanation of the columns ``label`` and ``prediction``.
         raises: The quantity that a positive score raises. Empty if a larger f is always better.
-        better: Whether a ``larger`` f, or an f ``closer`` to the label, has a smaller loss. Empty
-            if this is unknown.
-        place: The module and the name of the model output in it, such as ``supervised.LOSS``.
-            Empty for a user-defined function.
+        better: ``larger`` if a larger f has a smaller loss, or ``closer`` if an f closer to the
+            label has. Empty if this is unknown.
+        place: The module that defines the model output, and the name in this module, such as
+            ``supervised.LOSS``. Empty for a user-defined function.
         labels_are_classes: Whether the label of a sample is one of several classes.
         counts_parts: Whether ``label`` is the number of labelled parts of a sample, such as tokens,
             and ``prediction`` is the number of parts that are predicted correctly.
-        weight_is_probability: Whether the loss weight Q is a probability or a mean of
-            probabilities, which is close to 0 for confident samples.
-        weighs_by_curvature: Whether the normal matrix is weighted by the curvature by default if
+        weight_is_probability: Whether the loss weight is a probability or a mean of probabilities.
+            It is then close to 0 for confident samples.
+        weighs_by_curvature: Whether the normal matrix is by default weighted by the curvature if
             checkpoints are from several steps of a run. False if the loss is not a function of f,
             and for texts, whose curvatures p (1 - p) differ by factors such as e^100.
         has_loss_noise: Whether ``ModelOutput.loss_noise`` is defined, which `label_draws` needs.
-        needs_pairs: Whether f contrasts a sample with other samples drawn from the training data.
+        needs_pairs: Whether f compares a sample with other samples drawn from the training data.
     """
 
     name: str
@@ -72,7 +72,7 @@ class About:
 
     @property
     def verdicts(self) -> tuple[str, str]:
-        """Suffixes for the headings in ``sides``. They state whether such scores are good."""
+        """Suffixes for the headings in ``sides``, which state when these scores are good or bad."""
         if self.better == "closer":
             return " (good where f is below the label)", " (good where f is above the label)"
         neither = "", ". Neither is good or bad by itself"
@@ -87,12 +87,12 @@ class About:
 
     @property
     def worst_fitted(self) -> str:
-        """The order of a list that begins with the worst-fitted samples."""
+        """The order of a list that begins with the samples that the model fits worst."""
         is_distance = self.better == "closer"
         return "size of loss_weight, largest first" if is_distance else "output, lowest first"
 
     def load(self, *others: Any) -> "ModelOutput":
-        """Return the model output. If it ``needs_pairs``, pass the arguments of ``contrast``."""
+        """Return the model output. ``others`` are the arguments of ``contrast`` for CLIP."""
         module, name = self.place.split(".")
         output = getattr(importlib.import_module(f"trak_core.model_outputs.{module}"), name)
         return output(*others) if self.needs_pairs else output
@@ -101,7 +101,7 @@ class About:
 _LOG_ODDS = (
     "log-odds, log(p / (1 - p)): 0 is a coin toss, +3 means p = 95 %, \N{MINUS SIGN}3 means 5 %"
 )
-# Image classification and text classification have the same f.
+# Image classification and text classification have the same model output.
 _LABEL = About(
     name="the log-odds of the label",
     unit=_LOG_ODDS,
@@ -115,7 +115,7 @@ _LABEL = About(
 
 
 def _of_parts(parts: str, **fields: Any) -> About:
-    """Return the description of an output whose labels consist of parts, such as tokens."""
+    """Return the description of a model output whose labels consist of parts, such as tokens."""
     return About(
         label=parts,
         prediction="right",
@@ -127,7 +127,7 @@ def _of_parts(parts: str, **fields: Any) -> About:
     )
 
 
-# For causal, masked and sequence-to-sequence models, f is the same function of tokens' log-odds.
+# Causal, masked and sequence-to-sequence models have the same function of tokens' log-odds.
 _TOKENS = _of_parts(
     "tokens",
     name="the joint log-odds of the tokens that count",

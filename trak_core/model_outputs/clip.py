@@ -12,13 +12,13 @@ from trak_core.model_outputs.model_output import ModelOutput, at_least_float32
 def pair_margins(
     image: Tensor, text: Tensor, other_images: Tensor, other_texts: Tensor, scale: float = 1.0
 ) -> Tensor:
-    """Return the log-odds of a pair's text among texts, and of its image among images.
+    """Return the log-odds of a pair's text among texts, and of the pair's image among images.
 
     Let u and v be the embeddings of the pair's image and text, and u_i and v_j those of the other
     pairs. The log-odds are -log sum_j exp(s <u, v_j - v>) and -log sum_i exp(s <u_i - u, v>).
 
     ``image`` and ``text`` have shape (..., d). ``other_images`` and ``other_texts`` have shape
-    (others, d). The scale s is 1 in TRAK's f. The result has shape (..., 2), float32 or float64.
+    (others, d). TRAK sets the scale s to 1. The result has shape (..., 2), float32 or float64.
 
     Source: Park et al., "TRAK", ICML 2023, section 5.1 (f is the sum of the two).
     """
@@ -30,13 +30,13 @@ def pair_margins(
 
 
 def drawn_pairs(n_pairs: int, n_drawn: int, seed: int) -> list[int]:
-    """Return ascending indices of pairs, drawn uniformly without replacement, or of all pairs."""
+    """Return sorted indices of pairs, drawn uniformly without replacement, or of all if too few."""
     order = torch.randperm(n_pairs, generator=torch.Generator().manual_seed(seed))
     return sorted(order[:n_drawn].tolist())
 
 
 def read_embeddings(returned: object) -> Tensor:
-    """Return the embeddings of images and texts that a model returned, shape (batch, 2, d).
+    """Return the image and text embeddings in a model's return value, shape (batch, 2, d).
 
     The model must return an object with ``image_embeds`` and ``text_embeds`` (transformers), a
     mapping with ``image_features`` and ``text_features``, or a tuple that starts with both
@@ -60,16 +60,16 @@ def read_embeddings(returned: object) -> Tensor:
 
 
 def contrast(other_images: Tensor, other_texts: Tensor, scale: float) -> ModelOutput:
-    """Return the model output of image-text pairs: the sum of a pair's two log-odds.
+    """Return the model output of image-text pairs: the sum of the results of ``pair_margins``.
 
-    The embeddings of other pairs, shape (others, d), and the scale, exp(logit_scale), are fixed.
+    The embeddings of other pairs, shape (others, d), and the scale are not differentiated.
     """
 
     def margins(outputs: Tensor) -> Tensor:
         return pair_margins(outputs[0], outputs[1], other_images, other_texts, scale)
 
-    # The loss is l = log(1 + exp(-a)) + log(1 + exp(-b)), where a and b are the log-odds, and
-    # f = a + b. If a and b change equally, Q = -dl/df is the mean of sigmoid(-a) and sigmoid(-b).
+    # For log-odds a and b, the loss is l = log(1 + exp(-a)) + log(1 + exp(-b)), and f = a + b. If
+    # a and b change equally, the loss weight -dl/df is the mean of sigmoid(-a) and sigmoid(-b).
     return ModelOutput(
         read=read_embeddings,
         value=lambda outputs, label: margins(outputs).sum(),

@@ -21,12 +21,12 @@ from trak_core.runtime.progress import print_line
 def labelled_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
     """Return log(P / (1 - P)), where P = prod_t p_t is the probability of the labelled tokens.
 
-    Let l = -log P be the sum of the tokens' cross entropies. Then f = -log(exp(l) - 1), and
-    l = log(1 + exp(-f)) as for a single label. The result is a scalar, float32 or float64, and
+    The result is f = -log(exp(l) - 1), where l = -log P is the sum of the tokens' cross entropies.
+    Therefore l = log(1 + exp(-f)), as for a single label. f is a scalar, float32 or float64, and
     finite for finite logits.
 
     Row t of the logits, shape (tokens, vocabulary), predicts label t. Labels, shape (tokens,), are
-    tokens or ``IGNORED`` (-100). At least one label must not be ignored.
+    token ids or ``IGNORED`` (-100). At least one label must not be ignored.
 
     Source: Park et al., "TRAK", ICML 2023, section 3.1, with the sequence as the class.
     """
@@ -34,7 +34,7 @@ def labelled_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _of_tokens(ahead: int, *, takes_labels: bool = False) -> ModelOutput:
-    """Return the model output of models whose logits at token t predict label t + ``ahead``."""
+    """Return the model output for models whose logits at token t predict label t + ``ahead``."""
 
     def value(logits: Tensor, labels: Tensor) -> Tensor:
         return labelled_log_odds(logits[: len(logits) - ahead], labels[ahead:])
@@ -67,10 +67,10 @@ def _of_tokens(ahead: int, *, takes_labels: bool = False) -> ModelOutput:
 
 
 def tokens_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the sum of log(p_t / (1 - p_t)) over the labelled tokens, float32 or float64.
+    """Return the sum of the log-odds log(p_t / (1 - p_t)) of all labels, float32 or float64.
 
-    Row t of the logits predicts the label at t + 1. ``IGNORED`` labels are skipped. Confident and
-    uncertain tokens have equal influence on the sum.
+    Row t of the logits predicts the label at t + 1. ``IGNORED`` labels are skipped. Unlike in
+    ``labelled_log_odds``, all tokens count equally, however confident the model is.
 
     Source: the margin in Park et al., "TRAK", ICML 2023, section 3.1, applied to each token.
     """
@@ -79,7 +79,10 @@ def tokens_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _mean_loss_weight(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean of 1 - p_t: -dl/df of l = sum_t -log p_t if all log-odds change equally."""
+    """Return the mean of 1 - p_t over labelled tokens t, where p_t is the label's probability.
+
+    If the log-odds of all tokens change equally, this is -dl/df of the loss l = -sum_t log p_t.
+    """
     margins, counted = counted_margins(logits[:-1], labels[1:])
     return mean_counted(torch.sigmoid(-margins), counted)
 
@@ -97,11 +100,11 @@ SEQUENCE_TO_SEQUENCE = _of_tokens(0, takes_labels=True)
 
 
 def of_margins(output: ModelOutput, n_classes: Callable[[], int | None]) -> ModelOutput:
-    """Return a model output for a model that returns margins instead of logits.
+    """Return a model output for a model that returns log-odds of labels instead of logits.
 
-    The model must return a tensor of shape (batch, tokens, 2): for each predicted token, its
-    margin, and 1 if the model finds it the likeliest token, else 0. ``n_classes`` must return the
-    size of the vocabulary once the model has been called.
+    The model must return a tensor of shape (batch, tokens, 2). For each predicted token, the tensor
+    contains the log-odds of the label, and 1 if the label is the most likely token, else 0. After
+    the model has been called, ``n_classes`` must return the size of the vocabulary.
     """
     ahead = int(output.predicts_next)
 
@@ -130,5 +133,5 @@ def warn_of_masked_model(output: ModelOutput, model: nn.Module) -> None:
         print_line(
             f"Warning: {masked[0]} is a masked language model. It also sees the tokens after the "
             "token to predict, so the log-odds of a whole text mean little. Use `model_output: "
-            "masked_language_modelling`, with labels for masked tokens and -100 for all others."
+            "masked_language_modelling`, with labels for masked tokens and -100 for other tokens."
         )

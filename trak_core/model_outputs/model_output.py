@@ -1,4 +1,4 @@
-"""The class ``ModelOutput``: f and its loss weight as functions of a model's return value."""
+"""The class ``ModelOutput``, and checks that explain errors in user-defined model outputs."""
 
 import inspect
 import traceback
@@ -12,12 +12,12 @@ from torch.utils import _pytree as pytree
 
 from trak_core.errors import InputError, caused_by_out_of_memory
 
-# The label of tokens and pixels to skip, as in torch's cross entropy.
+# The label of tokens and pixels that are skipped, as in torch's cross entropy.
 IGNORED = -100
 
 
 def _mean_number(label: Tensor) -> Tensor:
-    """Return a label of one number unchanged, or the mean of several numbers, ignoring NaN."""
+    """Return the number in a label, or the mean of the numbers in a label that are not NaN."""
     if label.numel() != 1:
         return label.float().nanmean().nan_to_num()
     number = label.reshape(())
@@ -29,30 +29,31 @@ class ModelOutput:
     """A model output f and its loss weight, as functions of the model's return value for a sample.
 
     ``read`` selects tensors from the model's return value for a batch. It returns a tensor, or a
-    tuple, list, dict or transformers object of tensors, with one row for each sample. All samples
-    share a tensor without dimensions. The other functions get these tensors without the batch
-    dimension, return a scalar, float32 or float64, and must work with ``torch.func.vmap``.
+    tuple, list, dict or transformers object of tensors, with one row for each sample. A tensor
+    without dimensions belongs to all samples. The other functions get these tensors for one sample,
+    without the batch dimension. They must return a scalar, float32 or float64, and work with
+    ``torch.func.vmap``.
 
     Attributes:
         value: f, as a function of the selected tensors and the label.
         loss_weight: Q = -dl/df for the training loss l. The default 1 is correct for f = -l.
         curvature: W = d2l/df2. None if the loss is not a function of f alone.
         prediction: The model's prediction in the units of ``label_number``. None means f. Tables
-            contain the mean over checkpoints or, for integers (classes), the most frequent one.
+            contain the mean over checkpoints or, for integers, the most frequent class.
         label_number: The number that tables contain for a label: the label itself, or the number
             of entries that are not ignored. The default is the mean of the label's entries.
         read: Selects tensors from the model's return value. The default selects everything.
-        has_labels: Whether samples have a label. If not, functions get 1 as the label.
+        has_labels: Whether samples have a label. If not, the functions get 1 as the label.
         label_ndim: Number of dimensions of a label: 0 for a number, 1 for tokens, 2 for pixels.
             None allows any shape that is the same for all samples.
         n_classes: The number of classes. None if labels are not classes.
         predicts_next: Whether the logits at a token predict the label of the next token.
         takes_labels: Whether the model is called with ``labels``, from which encoder-decoder models
             compute their decoder's inputs.
-        loss_noise: Returns a random vector z of the returned tensor's shape. Its mean is 0, and
-            E[z z^T] is the Hessian of l with respect to this tensor. The arguments are the tensor,
-            the label and independent uniform numbers in [0, 1) of the label's shape. None if no
-            such function is known.
+        loss_noise: Returns a random vector z with the shape of the selected tensor, mean 0, and
+            E[z z^T] equal to the Hessian of l with respect to this tensor. The arguments are the
+            tensor, the label, and independent uniform numbers in [0, 1) of the label's shape. None
+            if no such function is known.
         joins_tokens: Whether f is the joint log-odds of the tokens, as computed by
             ``language_modelling.labelled_log_odds``. Logits may then be computed in pieces.
     """
@@ -77,11 +78,11 @@ def _has_rows(leaf: object) -> TypeGuard[Tensor]:
 
 
 def rows_in(returned: Any, n_samples: int) -> list[Tensor]:
-    """Return the tensors that have dimensions. Each must have one row for each sample."""
+    """Return all tensors with dimensions. Each of them must have one row for each sample."""
     rows = [leaf for leaf in pytree.tree_leaves(returned) if _has_rows(leaf)]
     lengths = [len(leaf) for leaf in rows if len(leaf) != n_samples]
     if lengths or not rows:
-        n_rows = f"{lengths[0]} rows" if lengths else "none"
+        n_rows = f"{lengths[0]} rows" if lengths else "no tensor with rows"
         raise InputError(
             f"The model must return a row for each sample. Found {n_rows} for a batch "
             f"of {n_samples}.",
@@ -91,7 +92,7 @@ def rows_in(returned: Any, n_samples: int) -> list[Tensor]:
 
 
 def of_sample(returned: Any, i: int, n_samples: int) -> Any:
-    """Return the rows of sample ``i``, without the batch dimension."""
+    """Return the tensors of sample ``i`` in a batch, without the batch dimension."""
 
     def row(leaf: Any) -> Any:
         if not _has_rows(leaf):
@@ -103,7 +104,7 @@ def of_sample(returned: Any, i: int, n_samples: int) -> Any:
 
 
 def over_samples(function: Callable[..., Any], returned: Any, labels: Tensor) -> Any:
-    """Apply a function of a sample's returned tensors and label to each sample, by vmap."""
+    """Return the results of a function of one sample's tensors and label for all samples."""
     n_samples = len(labels)
     rows_in(returned, n_samples)
     if isinstance(returned, Tensor):
@@ -123,13 +124,13 @@ def random_output(symptom: str) -> InputError:
 
 
 def detached(returned: Any) -> Any:
-    """Return the tensors without their backward graph."""
+    """Return a model's return value with tensors that are detached from the autograd graph."""
     return pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, returned)
 
 
 @dataclass(frozen=True, slots=True)
 class OfValue:
-    """A function of f alone, such as Q. A caller that knows f can call ``function`` directly."""
+    """A function of the model output f alone. If f is known, ``function`` can be called with it."""
 
     value: Callable[[Tensor, Tensor], Tensor]
     function: Callable[[Tensor], Tensor]
@@ -139,7 +140,7 @@ class OfValue:
 
 
 def read_logits(returned: object) -> Tensor:
-    """Return the tensor, such as logits, from a model's return value.
+    """Return the logits, or another single tensor, from a model's return value.
 
     The model must return a tensor, an object with ``logits`` (transformers), a mapping with
     ``logits`` or ``out`` (torchvision), or a sequence that starts with the tensor.
@@ -180,8 +181,8 @@ def own_output(made: object, name: str) -> ModelOutput:
     else:
         kind = f"the class {made.__name__}" if isinstance(made, type) else type(made).__name__
         raise InputError(
-            f"{name} must be a function of the model's return value for a sample and of the "
-            f"sample's label, `def f(returned, label)`, or a ModelOutput. Found {kind}.",
+            f"{name} must be a ModelOutput, or a function `f(returned, label)` of the model's "
+            f"return value for a sample and of the sample's label. Found {kind}.",
             code="model_outputs.own",
         )
     curvature, prediction = output.curvature, output.prediction
@@ -213,9 +214,9 @@ def _of_function(function: Callable[..., Any], name: str) -> ModelOutput:
     if is_clear and len(given) == 1:
         return ModelOutput(value=lambda returned, label: function(returned), has_labels=False)
     raise InputError(
-        f"{name} must take the model's return value for a sample and the sample's label, "
-        f"`(returned, label)`, or `(returned)` if samples have no label. Found "
-        f"{signature or 'a function without a signature'}.",
+        f"{name} must take two arguments, `(returned, label)`: the model's return value for a "
+        "sample and the sample's label. If samples have no label, it must take `(returned)` only. "
+        f"Found {signature or 'a function without a signature'}.",
         code="model_outputs.arguments",
     )
 
@@ -223,9 +224,9 @@ def _of_function(function: Callable[..., Any], name: str) -> ModelOutput:
 def _checked(
     function: Callable[[Any, Tensor], Tensor], name: str, *, keeps_integers: bool = False
 ) -> Callable[[Any, Tensor], Tensor]:
-    """Return the function with checks that it returns one number, and that explain its errors.
+    """Return the function, with explained errors and a check that the result is one number.
 
-    The number is converted to float32 or float64, or to int64 if ``keeps_integers``.
+    The number is converted to float32 or float64. If ``keeps_integers``, integers become int64.
     """
 
     def number(returned: Any, label: Tensor) -> Tensor:
@@ -241,7 +242,7 @@ def _checked(
             kind = type(value).__name__
             kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind
             raise InputError(
-                f"{name} must be one number, a tensor without dimensions. Found {kind}. Use "
+                f"{name} must be one number, in a tensor without dimensions. Found {kind}. Use "
                 "`.sum()`, `.mean()` or `.squeeze()`.",
                 code="model_outputs.number",
             )

@@ -1,4 +1,4 @@
-"""Supervised model outputs: log-odds of labels, a regression's prediction, or minus a loss."""
+"""Model outputs of supervised models: log-odds of labels, predicted numbers, or minus a loss."""
 
 from collections.abc import Mapping
 
@@ -9,9 +9,9 @@ from torch.nn.functional import softplus
 from trak_core.errors import InputError
 from trak_core.model_outputs.model_output import IGNORED, ModelOutput, at_least_float32, read_logits
 
-# Above this margin, log(log(1 + e)) with e = exp(-margin) is computed by its power series.
+# Above this margin, log(log(1 + e)) with e = exp(-margin) is computed with a power series.
 _CONFIDENT = 15.0
-# Below this loss, log(exp(loss) - 1) is computed by its power series.
+# Below this loss, log(exp(loss) - 1) is computed with a power series.
 _FITTED = 1e-3
 
 
@@ -31,30 +31,30 @@ def margin(logits: Tensor, label: Tensor) -> Tensor:
 
 
 def probability_weight(f: Tensor) -> Tensor:
-    """Return Q = 1 - p for log-odds f, as sigmoid(-f), which doesn't round to 0 for p near 1."""
+    """Return 1 - p for the probability p with log-odds f, accurately even if p rounds to 1."""
     return torch.sigmoid(-f)
 
 
 def probability_curvature(f: Tensor) -> Tensor:
-    """Return W = p (1 - p) for log-odds f."""
+    """Return p (1 - p) for the probability p with log-odds f."""
     return torch.sigmoid(f) * torch.sigmoid(-f)
 
 
 def softmax_noise(logits: Tensor, uniform: Tensor) -> Tensor:
-    """Return onehot(y) - softmax(logits), with labels y drawn from the softmax.
+    """Return z = onehot(y) - softmax(logits), with labels y drawn from the softmax.
 
-    Labels are drawn by inverse transform sampling from ``uniform``, numbers in [0, 1) of shape
-    (...). Logits and the result z have shape (..., classes). With p = softmax(logits), E[z z^T] =
+    Labels are drawn by inverse transform sampling with random numbers ``uniform`` in [0, 1), shape
+    (...). Logits and z have shape (..., classes). With p = softmax(logits), E[z z^T] =
     diag(p) - p p^T is the Hessian of -log p_y. The result is float32 or float64.
     """
     p = at_least_float32(logits).softmax(-1)
     drawn = (p.cumsum(-1) <= uniform.unsqueeze(-1)).sum(-1, keepdim=True)
-    # Because of rounding, the probabilities may sum to less than 1.
+    # Because of rounding, a random number may exceed the sum of all probabilities.
     drawn = drawn.clamp(max=p.shape[-1] - 1)
     return (torch.arange(p.shape[-1], device=p.device) == drawn).to(p.dtype) - p
 
 
-# The loss is l = -log p_y = log(1 + exp(-f)).
+# The loss is l = -log p_y = log(1 + exp(-f)), so the loss weight -dl/df is 1 - p_y.
 CLASSIFICATION = ModelOutput(
     read=read_logits,
     value=margin,
@@ -68,17 +68,17 @@ CLASSIFICATION = ModelOutput(
 
 
 def _log_loss_of_token(margins: Tensor) -> Tensor:
-    """Return log(-log p) from margins, accurate even if p rounds to 1."""
+    """Return log(-log p) for log-odds ``margins`` of p, accurately even if p rounds to 1."""
     confident = margins > _CONFIDENT
     e = torch.exp(-torch.where(confident, margins, _CONFIDENT))
     series = -margins - e / 2 + 5 * e**2 / 24
-    # Each branch gets harmless values where the other one is used, so that no gradient is NaN.
+    # Each branch gets harmless values where it is not used, because its gradient could be NaN.
     plain = torch.log(softplus(-torch.where(confident, _CONFIDENT, margins)))
     return torch.where(confident, series, plain)
 
 
 def log_odds_of_all(margins: Tensor, counted: Tensor) -> Tensor:
-    """Return log(P / (1 - P)), where P is a product of probabilities with log-odds ``margins``.
+    """Return log(P / (1 - P)), where P is the product of probabilities with log-odds ``margins``.
 
     Only entries for which ``counted`` is True are used. The result is a scalar.
     """
@@ -88,14 +88,14 @@ def log_odds_of_all(margins: Tensor, counted: Tensor) -> Tensor:
         torch.where(counted, _log_loss_of_token(margins), -torch.inf), dim=-1
     )
     fitted = loss < _FITTED
-    # f = -log(exp(l) - 1) with the loss l, and log(exp(l) - 1) = log l + l / 2 + l^2 / 24 - ...
+    # For the loss l, the result is -log(exp(l) - 1) = -(log l + l / 2 + l^2 / 24 - ...).
     small = -(log_loss + loss / 2 + loss**2 / 24)
     plain = torch.where(fitted, 1, loss)
     return torch.where(fitted, small, -plain - torch.log(-torch.expm1(-plain)))
 
 
 def counted_margins(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the margins of labels, and a mask that is False for ``IGNORED`` labels."""
+    """Return the log-odds of labels, and a mask that is False for ``IGNORED`` labels."""
     counted = labels != IGNORED
     return margin(logits, torch.where(counted, labels, 0)), counted
 
@@ -106,7 +106,7 @@ def mean_counted(numbers: Tensor, counted: Tensor) -> Tensor:
 
 
 def mean_pixel_margin(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean of log(p / (1 - p)) over the labelled pixels, float32 or float64.
+    """Return the mean of the log-odds log(p / (1 - p)) of all labels, float32 or float64.
 
     Logits have shape (classes, height, width). Labels, shape (height, width), are classes or
     ``IGNORED`` (-100). At least one label must not be ignored.
@@ -117,7 +117,10 @@ def mean_pixel_margin(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _pixels_loss_weight(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean of 1 - p: -dl/df of the mean cross entropy l if margins change equally."""
+    """Return the mean of 1 - p over labelled pixels, where p is the label's probability.
+
+    If the log-odds of all pixels change equally, this is -dl/df of the mean cross entropy l.
+    """
     margins, counted = counted_margins(logits.movedim(0, -1), labels)
     return mean_counted(torch.sigmoid(-margins), counted)
 
@@ -145,7 +148,7 @@ def _margins(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return the log-odds of each label's value, and a mask that is False for ignored labels."""
     if logits.shape != labels.shape:
         raise InputError(
-            "multi_label needs one logit for each label. Found logits of shape "
+            "The model output multi_label needs one logit for each label. Found logits of shape "
             f"{tuple(logits.shape)} and labels of shape {tuple(labels.shape)} for one sample.",
             code="model_outputs.labels",
         )
@@ -155,9 +158,9 @@ def _margins(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 def labels_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
     """Return log(P / (1 - P)), where P = prod_k p_k is the joint probability of the labels' values.
 
-    p_k is sigmoid(z_k) if the label is 1, and sigmoid(-z_k) if it is 0. The sum l = -log P of the
-    binary cross entropies is log(1 + exp(-f)). The result is a scalar, float32 or float64, and
-    finite for finite logits.
+    p_k is sigmoid(z_k) for logit z_k if label k is 1, and sigmoid(-z_k) if it is 0. The sum of the
+    binary cross entropies is -log P = log(1 + exp(-f)), where f is the result. The result is a
+    scalar, float32 or float64, and finite for finite logits.
 
     Logits and labels have the same shape. Labels are 1, 0 or ``IGNORED`` (-100). At least one label
     must not be ignored.
@@ -199,7 +202,7 @@ def _sign(outputs: Tensor, _: Tensor, uniform: Tensor) -> Tensor:
     return signs.to(at_least_float32(outputs).dtype)
 
 
-# The loss is l = (y - f)^2 / 2, so Q is the residual and W is 1.
+# The loss is l = (y - f)^2 / 2, so the loss weight is the residual y - f, and the curvature is 1.
 REGRESSION = ModelOutput(
     read=read_logits,
     value=_value,
@@ -212,7 +215,7 @@ REGRESSION = ModelOutput(
 
 
 def _read_loss(returned: object) -> Tensor:
-    """Return the ``loss`` in a model's return value, or else the result of ``read_logits``."""
+    """Return the ``loss`` in a model's return value or, without one, what ``read_logits`` finds."""
     is_mapping = isinstance(returned, Mapping)
     loss = returned.get("loss") if is_mapping else getattr(returned, "loss", None)
     return loss if isinstance(loss, Tensor) else read_logits(returned)
@@ -221,12 +224,13 @@ def _read_loss(returned: object) -> Tensor:
 def _minus(losses: Tensor, label: Tensor) -> Tensor:
     if losses.numel() != 1:
         raise InputError(
-            f"The loss must be one number for each sample. Found shape {tuple(losses.shape)}. Let "
-            "the model return the sum or mean over all dimensions except the first.",
+            "The loss must be one number for each sample. Found a loss of shape "
+            f"{tuple(losses.shape)} for one sample. Let the model return the sum or mean over all "
+            "dimensions except the first.",
             code="gradients.output_shape",
         )
     return -at_least_float32(losses.squeeze())
 
 
-# The loss is l = -f, so Q is 1, the default.
+# The loss is l = -f, so the loss weight is 1, which is the default.
 LOSS = ModelOutput(read=_read_loss, value=_minus, has_labels=False)
