@@ -49,14 +49,16 @@ def test_numbers_are_formatted(shown, text):
     [
         ("", ""),
         ("four", "four"),
-        ("fives", "five ..."),
-        ("one\n\n\n\ntwo", "one ..."),
+        ("fives", "fiv ... s"),
+        ("one\n\n\n\ntwo", "one ... o"),
+        ("long prompt, then answer", "lon ... r"),
         ("\0" * 70 + "pad", "pad"),
-        ("\0" * 90 + "pad", " ..."),
-        ("\ta", " ..."),
+        ("\0" * 90 + "pad", "pad"),
+        ("a" * 500, "aaa ... a"),
+        ("\ta", " ... a"),
     ],
 )
-def test_the_beginning_of_a_text(text, shown):
+def test_the_middle_of_a_long_text_is_left_out(text, shown):
     assert readable(text, 4) == shown
 
 

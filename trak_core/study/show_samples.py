@@ -17,7 +17,7 @@ import torch
 from trak_core.study.dataset_split import Split, users_code
 from trak_core.study.study import Study
 
-BEGINNING = 200  # Where only the beginning of a text is shown, it has this many characters.
+BEGINNING = 200  # The number of characters to which texts in tables and notebooks are shortened.
 # Pictures have 200 pixels, twice their size in CSS pixels, for high-density screens.
 _INCHES, _DPI = 1.0, 200
 # A larger PNG is assumed to be a photograph. A JPEG of it has about a fifth of the size.
@@ -107,7 +107,7 @@ def table_as_html(table: pd.DataFrame) -> str:
 
 
 def short_text(study: Study, sample_id: Any, sample: Any) -> str:
-    """Return the beginning of a sample's text, or of its printed values, in one line."""
+    """Return a sample's text, or its printed values, shortened and in one line."""
     text = sample
     if not isinstance(sample, Words):
         describes = study.has("describe")
@@ -243,14 +243,18 @@ def _array(value: Any) -> np.ndarray:
 
 
 def readable(text: str, characters: int) -> str:
-    """Return the first ``characters`` of a text, with line breaks, and " ..." if it is longer."""
-    # Characters far beyond the limit are not processed.
-    begun = text[: 20 * characters]
-    lines = ["".join(map(_printable, line.expandtabs(4))).rstrip() for line in begun.splitlines()]
+    """Return a text with line breaks. " ... " replaces the middle of a text that is too long.
+
+    At most ``characters`` of the text remain. A third of them is from its end, where an answer is.
+    """
+    if len(text) > 40 * characters:  # Characters far from both ends are not processed.
+        text = text[: 20 * characters] + text[-20 * characters :]
+    lines = ["".join(map(_printable, line.expandtabs(4))).rstrip() for line in text.splitlines()]
     whole = re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
-    if len(whole) <= characters and len(begun) == len(text):
+    if len(whole) <= characters:
         return whole
-    return whole[:characters].rstrip() + " ..."
+    n_last = characters // 3
+    return f"{whole[: characters - n_last].rstrip()} ... {whole[-n_last:].lstrip()}"
 
 
 def in_a_line(text: str) -> str:
