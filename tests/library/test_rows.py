@@ -202,14 +202,24 @@ def test_a_row_s_place_is_its_line(tmp_path):
     assert [rows.place(i) for i in (0, 1)] == [f"{tmp_path}/a.jsonl, line {n}" for n in (2, 4)]
 
 
+def test_json_lists_and_json_lines(tmp_path):
+    """Programs write either of them into files that end in .json. Errors name the line or row."""
+    file = tmp_path / "a.json"
+    for text in ('[{"a": 1},\n{"a": 2}]', '\ufeff [\n{"a": 1},{"a": 2}]', '{"a": 1}\n{"a": 2}\n'):
+        file.write_text(text, "utf-8")
+        rows = read_rows(file)
+        assert (list(rows), rows.place(1)) == ([{"a": 1}, {"a": 2}], f"{file}, row 2")
+    file.write_text('[{"a": 1},\n{"a": 2}\n{"a": 3}]')
+    with refused("data.rows", "Expecting ',' delimiter in line 3, in '{\"a\": 3}]'"):
+        read_rows(file)
+    file.write_text('[{"a": 1}, 3]')
+    with refused("data.rows", "row 2 is not a JSON object"):
+        read_rows(file)
+
+
 def test_files_that_hold_no_rows(tmp_path):
     files = {"a.txt": "x", "b.jsonl": "{", "c.jsonl": "", "d.jsonl": "3"}
-    files |= {
-        "a.json": '{"a": [1]}',
-        "b.json": "[]",
-        "c.json": '{"a": 1}\n{"a": 2}',
-        "d.json": "[3]",
-    }
+    files |= {"a.json": '{"a": [1],', "b.json": "[]", "c.json": "[{},\n3]"}
     for name, text in files.items():
         (tmp_path / name).write_text(text)
         with refused("data.rows", tmp_path / name):

@@ -114,7 +114,7 @@ def test_questions_in_python_and_in_a_table(study):
 def test_a_bad_question_is_refused_before_any_job(study):
     study.path("asked.jsonl").write_text("{}\n[]\n")
     study.config["experiments"]["asked"] = {"data": "asked.jsonl"}
-    assert "a row is not a JSON object" in message(study.fail("--dry-run"))
+    assert "line 2 is not a JSON object" in message(study.fail("--dry-run"))
 
 
 SEPARATORS = "one\u2028line, \u0085 too"

@@ -272,7 +272,7 @@ class Attributor(FittedAttributor):
             digest = content_digest(train.ids, subset_digest(train, range(len(train.ids))))
         features = replace(self.settings.features, study_digest=digest)
         spec = replace(self.settings, features=features)
-        self._setup = replace(self._setup, spec=spec, train=train, folder=Path(folder))
+        self._setup = replace(self._setup, spec=spec, train=train, folder=Path(folder).absolute())
         if self._is_projected:
             dim, divides = features.projection["proj_dim"], spec.norm_power is not None
             normal_matrix_need(dim, divides=divides).check(self._compute.memory_mb)

@@ -150,7 +150,7 @@ def write_normal_matrix(
     block = normal_matrix_need(proj_dim, divides=spec.norm_power is not None).rows(memory_mb)
 
     draws = spec.features.label_draws
-    is_compact = n_rows < proj_dim and not draws
+    is_compact = 2 * n_rows <= proj_dim and not draws  # Otherwise it would need more memory.
     summed = weights[:1] if is_compact else weights
 
     def blocks() -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
@@ -161,7 +161,7 @@ def write_normal_matrix(
     matrix = decomposed = train.matrix("sampled_normal")[:] if draws else gramians[0]
     if is_compact:
         # In the QR decomposition Phi^T = U R, the rows of R^T have the same inner products as the
-        # rows of Phi, but only n < k columns. Therefore R W R^T has the nonzero eigenvalues of N,
+        # rows of Phi, but only n columns. Therefore R W R^T has the nonzero eigenvalues of N,
         # and yields the same norm of scores. The eigenvalues of R W R^T take O(n^3) operations
         # instead of O(k^3).
         upper: Any = np.linalg.qr(rows(0, n_rows).T.astype(np.float64), mode="r")

@@ -148,7 +148,9 @@ def _awaited(
         queue.append(chunk)
         if len(queue) > 1 or chunk[2].event is None:
             start, stop, features = queue.popleft()
-            yield start, stop, features.wait()
+            tensors = features.wait()
+            del features  # It refers to the batch's inputs, which use the device's memory.
+            yield start, stop, tensors
     for start, stop, features in queue:
         yield start, stop, features.wait()
 

@@ -187,12 +187,12 @@ class _Session:
         for number, (place, line) in enumerate(self._lines()):
             try:
                 asked = self._run.asked(line, number)
-                self._check_new_id(asked, f"line {place}")
+                self._check_new_id(asked, place)
                 if not number:
                     for text in self._run.as_read(asked):
                         print(text, file=sys.stderr, flush=True)
             except InputError as error:
-                self._tell(f"line {place}: {error}")
+                self._tell(f"{place}: {error}")
             else:
                 yield asked
 
@@ -206,8 +206,8 @@ class _Session:
                 code="command.id_again",
             )
 
-    def _lines(self) -> Iterator[tuple[int, Any]]:
-        """Yield the number, from 1, and the content of each line that is not empty.
+    def _lines(self) -> Iterator[tuple[str, Any]]:
+        """Yield the place, such as "line 1", and the content of each line that is not empty.
 
         The content is text or bytes, or a dict of fields if the file is not ``.jsonl``.
         """
@@ -217,8 +217,9 @@ class _Session:
 
         if file is not None and file.suffix in SUFFIXES and file.suffix != LINES:
             ids, rows = read_questions(file)
-            for number, row_id, row in zip(rows.numbers, ids, rows, strict=True):
-                yield number, {"id": row_id, **row}
+            for index, row_id in enumerate(ids):
+                place = rows.place(index).removeprefix(f"{file}, ")
+                yield place, {"id": row_id, **rows[index]}
             return
         if file is not None:
             lines = file.read_bytes().split(b"\n")
@@ -226,7 +227,7 @@ class _Session:
             lines = _typed() if self.is_typed else sys.stdin.buffer if sys.stdin else ()
         for number, line in enumerate(lines, 1):
             if line.strip():
-                yield number, line
+                yield f"line {number}", line
 
 
 def _check_outputs(run: "FinishedRun", asked: argparse.Namespace, outputs: list[Path]) -> None:

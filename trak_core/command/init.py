@@ -8,6 +8,7 @@ import argparse
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import count
 from os.path import commonpath
 from pathlib import Path
@@ -267,9 +268,16 @@ def _of_project(
 
 
 def _may_be_rows(path: Path) -> bool:
-    """Return whether a .json file begins a list of objects, unlike settings, or True for others."""
-    with path.open("rb") as file:
-        return path.suffix != LIST or re.match(rb"\s*\[\s*\{", file.read(1000)) is not None
+    """Return whether a .json file begins a list of objects with texts, or True for other files.
+
+    Settings are no lists, and the objects of logs contain only numbers.
+    """
+    if path.suffix != LIST:
+        return True
+    with suppress(OSError), path.open("rb") as file:
+        begun = rb"(\xef\xbb\xbf)?\s*\[\s*\{[^}]*:\s*[\"\[]"
+        return re.match(begun, file.read(10_000)) is not None
+    return False
 
 
 def _n_bytes(path: Path) -> int:

@@ -214,10 +214,12 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    # construct_mapping would replace a merge key, <<, by the keys of another mapping.
+    pairs = [(loader.construct_object(key, deep=True), key) for key, _ in node.value]
     mapping = loader.construct_mapping(node, deep=True)  # Lists as keys raise an error.
     lines: dict[Any, int] = {}
-    for key, _ in node.value:
-        name, line = loader.construct_object(key, deep=True), key.start_mark.line + 1
+    for name, key in pairs:
+        line = key.start_mark.line + 1
         if name in lines:
             raise InputError(
                 f"{key.start_mark.name}: keys must be unique. Found {name!r} in lines "

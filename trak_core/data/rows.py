@@ -156,7 +156,8 @@ def read_rows(path: str | Path) -> RowFile:
     A data set is a folder that ``save_to_disk`` of the package ``datasets`` wrote. In its
     ``ClassLabel`` columns, the numbers of classes are replaced by their names, and -1 by None.
 
-    Each line of a ``.jsonl`` file is a JSON object, and a ``.json`` file is a list of such objects.
+    Each line of a ``.jsonl`` file is a JSON object. A ``.json`` file is a list of such objects, or
+    has such lines.
     The first line of a table contains the names of
     the fields, and all rows have the same number of cells. Text is UTF-8. Empty lines are skipped.
 
@@ -180,8 +181,12 @@ def read_rows(path: str | Path) -> RowFile:
         else:
             raise ValueError(f"its ending is {file.suffix or 'none'}")
         rows = list(numbered.values())
-        if not rows or not all(isinstance(row, dict) for row in rows):
-            raise ValueError("it has no rows" if not rows else "a row is not a JSON object")
+        if not rows:
+            raise ValueError("it has no rows")
+        others = [number for number, row in numbered.items() if not isinstance(row, dict)]
+        if others:
+            noun = "line" if file.suffix == LINES else "row"
+            raise ValueError(f"{noun} {others[0]} is not a JSON object")
     except InputError:
         raise
     except Exception as error:  # A damaged .parquet can raise any error, in several lines.
@@ -251,9 +256,8 @@ def _numbered_rows(file: Path) -> Iterator[tuple[int, Any]]:
     if file.suffix in TABLES:
         yield from _rows_of_table(text, TABLES[file.suffix])
         return
-    if file.suffix == LIST:
-        rows = parsed_json(text)
-        yield from enumerate(rows if isinstance(rows, list) else [None], 1)
+    if file.suffix == LIST and text.lstrip()[:1] == "[":
+        yield from enumerate(parsed_json(text), 1)
         return
     # splitlines() would also split at other line separators, which texts in JSON can contain.
     for number, line in enumerate(text.split("\n"), 1):
@@ -327,6 +331,9 @@ def parsed_json(line: str) -> Any:
         reason = "half of a surrogate pair, which is not valid text"
     except RecursionError:
         reason = "it is nested too deeply"
+    except json.JSONDecodeError as error:
+        reason = error.msg + (f" in line {error.lineno}" if error.lineno > 1 else "")
+        line = error.doc[error.doc.rfind("\n", 0, error.pos) + 1 :]
     except ValueError as error:
         reason = str(error).split(":")[0]
     raise ValueError(f"{reason}, in {line[:80]!r}")

@@ -44,10 +44,15 @@ _Given = tuple[nn.Module, dict[str, nn.Parameter], ModelOutput, Batch]
 
 
 def gradient_method(
-    model: nn.Module, parameters: dict[str, nn.Parameter], output: ModelOutput, samples: Samples
+    model: nn.Module,
+    parameters: dict[str, nn.Parameter],
+    output: ModelOutput,
+    samples: Samples,
+    *,
+    reads_terms: bool = False,
 ) -> GradientMethod:
     """Return the method of ``choose_method``, and print its notice."""
-    method, notice = choose_method(model, parameters, output, samples)
+    method, notice = choose_method(model, parameters, output, samples, reads_terms=reads_terms)
     if notice is not None:
         print_line(f"Notice: {notice}")
     return method

@@ -90,7 +90,8 @@ def with_names(rows: pd.DataFrame, columns: Sequence[str], names: Sequence[str])
 
 def named(names: Sequence[str], number: Any) -> Any:
     """Return the name of a class, or its number if the class has no name."""
-    return names[number] if 0 <= number < len(names) else number
+    is_class = isinstance(number, int) and 0 <= number < len(names)
+    return names[number] if is_class else number
 
 
 def columns_from(rows: RowFile, used: Container[str]) -> pd.DataFrame:
