@@ -258,7 +258,7 @@ class AlwaysDropping(nn.Module):
 
 
 WITHOUT = {"track_running_stats": False}
-DIFFERS = re.compile(r"f differs by up to [\d.e-]+")
+DIFFERS = re.compile(r"its output differs by up to [\d.e-]+")
 FAILS = re.compile(r"the model fails: Expected more than 1 value [^;]*")
 MIXING = {
     "BatchNorm without statistics": (
