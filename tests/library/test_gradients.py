@@ -180,7 +180,7 @@ def recurrent(m, x):
     return m.head(m.lstm(m.linear(x))[0][:, -1])
 
 
-HIDDEN = "it cannot tell samples apart below: MkldnnRnnLayer"
+HIDDEN = "it cannot tell samples apart in these operations: MkldnnRnnLayer"
 
 
 @pytest.mark.parametrize(
