@@ -219,7 +219,7 @@ def test_a_batch_whose_graph_can_not_be_read_goes_one_by_one(capsys):
     assert not capsys.readouterr().out
     for method in (gradients_at_once, gradients_in_turn):
         assert_same(formed(method, model, batch).gradients, expected, rtol=0, atol=0)
-    reason = "has hooks on parameters or modules"
+    reason = "has backward hooks on parameters or modules"
     assert f"one backward pass cannot differentiate a batch ({reason}" in capsys.readouterr().out
 
 

@@ -46,7 +46,7 @@ _Given = tuple[nn.Module, dict[str, nn.Parameter], ModelOutput, Batch]
 def gradient_method(
     model: nn.Module, parameters: dict[str, nn.Parameter], output: ModelOutput, samples: Samples
 ) -> GradientMethod:
-    """Return the method of ``choose_method``, and print its notice."""
+    """Return the method that ``choose_method`` returns, and print its notice if there is one."""
     method, notice = choose_method(model, parameters, output, samples)
     if notice is not None:
         print_line(f"Notice: {notice}")
