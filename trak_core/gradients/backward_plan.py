@@ -105,11 +105,7 @@ class Plan:
         return Plan(layouts, crossings, self.regions, inner, last, parameters, self.is_fixed)
 
     def arrivals(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Return an operation's name and an input's shape for each input with formed gradients.
-
-        Per-sample gradients of an input, shape (batch, *shape), are formed if the input is computed
-        from parameters, or mixes samples. Gradients of parameters themselves stay factored.
-        """
+        """Return (operation, input shape) for each input whose per-sample gradients are formed."""
         return [
             (name_of(edge.user), shape_of(edge.node, edge.number))
             for pairs in self.crossings.values()
@@ -121,11 +117,7 @@ class Plan:
 def make_plan(
     graph: Graph, root: tuple[Node, int], layout: Layout, parameters: Sequence[Tensor]
 ) -> Plan:
-    """Return the plan of a backward pass that begins at ``root`` and leads to ``parameters``.
-
-    ``root`` is a node of the graph and the number of one of its outputs. ``layout`` says to which
-    sample each entry of this output belongs.
-    """
+    """Return the plan of a backward pass from output ``root``, which has the given layout."""
     layouts, is_fixed = _layouts(graph, root, layout)
     below = [edge for node in graph.order if node not in layouts for edge in graph.edges[node]]
     crossings = [edge for node in layouts for edge in graph.edges[node] if edge.node not in layouts]
@@ -149,11 +141,7 @@ def make_plan(
 def _layouts(
     graph: Graph, root: tuple[Node, int], layout: Layout
 ) -> tuple[dict[Node, dict[int, Layout]], bool]:
-    """Return the layouts of the outputs of all nodes that have them, by node and output number.
-
-    A layout assigns entries to samples. Layouts are derived from ``root`` downwards, operation by
-    operation. The second result is False if they also depend on values that operations have saved.
-    """
+    """Return the layouts of all nodes' outputs, and whether the graph alone determines them."""
     shared, is_one_sample = set(graph.parameters), layout.n_samples == 1
     # With a single sample, every tensor belongs to it. Parameters and their views are still read as
     # shared tensors, because crossings must lead to them.
@@ -186,11 +174,7 @@ def _layouts(
 
 
 def _regions(below: list[Edge], crossings: list[Edge], graph: Graph) -> dict[Node, Region]:
-    """Return the region of each node whose tensors are shared by samples.
-
-    Two nodes belong to the same region if ``below``, the edges between such nodes, connects them.
-    The regions are computed by union-find. ``crossings`` are the edges that lead into regions.
-    """
+    """Return the region of each shared node, by union-find over the edges ``below`` crossings."""
     parent: dict[Node, Node] = {}
 
     def head(node: Node) -> Node:

@@ -233,10 +233,7 @@ class MemoryByLength:
         return replace(self, of_shortest=low, of_longest=high)
 
     def room(self, device: torch.device, memory_mb: int) -> "MemoryBudget":
-        """Return the memory that batches may use now.
-
-        An ``InputError`` is raised if the longest text doesn't fit into this memory by itself.
-        """
+        """Return the memory that batches may use. Raise an error if the longest text needs more."""
         budget, needed = budget_bytes(device, memory_mb), self.of_longest.of(1)
         if needed > budget:
             memory, remedy = "compute.memory_mb", "Raise compute.memory_mb"
@@ -271,10 +268,7 @@ def memory_by_length(
     blocks: Recomputation | None = None,
     most_bytes: int | None = None,
 ) -> MemoryByLength:
-    """Return the memory that the shortest and the longest text need, by ``sample_memory``.
-
-    ``few`` must contain these two texts. If samples are not texts, its first sample is measured.
-    """
+    """Return ``sample_memory`` of the shortest and the longest text, which ``few`` must contain."""
     if few.lengths is None:
         n_copies = min(2, len(few))
         needed = sample_memory(model, parameters, output, few, blocks, most_bytes, n_copies)

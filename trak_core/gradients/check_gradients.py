@@ -120,10 +120,7 @@ def _largest_difference(a: Tensor, b: Tensor) -> float:
 
 
 def _read(output: ModelOutput, returned: object, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return each sample's model output, and the largest absolute value the model returned for it.
-
-    ``returned`` is the model's return value for the batch.
-    """
+    """Return each sample's model output, and the largest absolute value the model gave for it."""
     outputs = output.read(returned)
     n, labels = len(batch), batch.labels
     rows = rows_in(outputs, n)
@@ -148,11 +145,7 @@ def _alone(batch: Batch, i: int) -> Batch:
 
 
 def _likely_layer(model: nn.Module, batch: Batch, allowed: float) -> str:
-    """Return the first layer whose results for sample 0 change when the batch has other samples.
-
-    Results differ if their relative difference exceeds ``allowed``. If the model fails for sample 0
-    alone, the layer that failed is returned.
-    """
+    """Return the first layer whose results for sample 0 change if the batch has other samples."""
     alone, failed = _steps(model, _alone(batch, 0))
     if failed is not None:
         return failed
@@ -172,10 +165,7 @@ def _first_difference(steps: Iterable[_Step], others: Iterable[_Step], allowed: 
 
 
 def _steps(model: nn.Module, batch: Batch) -> tuple[list[_Step], str | None]:
-    """Return all modules' arguments and results, in the order in which the model calls modules.
-
-    The second result is the name of the module that raised an error, or None if none did.
-    """
+    """Return the arguments and results of modules in calling order, and the module that failed."""
     steps: list[_Step] = []
     inside: list[str] = []
     with ExitStack() as stack:
@@ -329,10 +319,7 @@ def check_labels(
 
 
 def check_finite(result: PerSample, sample_ids: Sequence[object]) -> None:
-    """Raise an error if a gradient or a model output has an entry that is NaN or infinite.
-
-    The error names the samples, and the parameters whose gradients have such entries.
-    """
+    """Raise an error that names samples and parameters if a gradient or output is not finite."""
     bad = {
         name: ~torch.isfinite(block.reshape(len(block), -1)).all(dim=1)
         for name, block in result.gradients.items()
@@ -348,10 +335,7 @@ def explain_not_finite(
     samples: Samples,
     sample_ids: Sequence[object],
 ) -> None:
-    """Differentiate the samples again, one by one, and raise an error if a gradient isn't finite.
-
-    The error is that of ``check_finite``, but the gradients are not stored.
-    """
+    """Differentiate samples again, one by one, and raise an error that names gradients with NaN."""
     batch = as_batch(samples, output)
     # A digest consists of products with the gradients. Products of float32 numbers don't overflow
     # in float64, so a digest has an entry that isn't finite if and only if the gradient has one.
@@ -387,10 +371,7 @@ def _refuse_bad(
 
 
 def refuse_not_finite(sample_ids: Sequence[object], numbers: str) -> None:
-    """Raise an ``InputError`` which says that some samples have NaN or infinite values.
-
-    ``numbers`` names these values at the start of the message, such as "Model outputs".
-    """
+    """Raise an error about NaN or infinity in ``numbers``, a noun such as "Model outputs"."""
     bad_ids = list(dict.fromkeys(map(str, sample_ids)))
     raise InputError(
         f"{numbers} must be finite. Found NaN or infinity for the samples {listed(bad_ids)}. "
@@ -402,10 +383,7 @@ def refuse_not_finite(sample_ids: Sequence[object], numbers: str) -> None:
 def check_finite_gramian(
     gramian: np.ndarray, row_ids: Sequence[object], ids: Sequence[object]
 ) -> None:
-    """Raise an error if an entry of a Gramian, shape (n, m), is NaN or infinite.
-
-    The Gramian has the inner products of n gradients (``row_ids``) with m gradients (``ids``).
-    """
+    """Raise an error if an inner product of gradients, shape (n, m), is NaN or infinite."""
     bad = ~np.isfinite(gramian)
     if bad.any():
         rows, columns = (np.flatnonzero(bad.all(axis=axis)).tolist() for axis in (1, 0))
@@ -432,10 +410,7 @@ class Variety:
         self._first: np.ndarray | None = None
 
     def add(self, rows: np.ndarray) -> None:
-        """Add n samples, given by their features or by their inner products with all samples.
-
-        ``rows`` has shape (n, k), and k must be the same in all calls.
-        """
+        """Add n samples, given by features or by inner products with all samples, shape (n, k)."""
         first = rows[0].astype(np.float64) if self._first is None else self._first
         self._first = first
         self.n_samples += len(rows)

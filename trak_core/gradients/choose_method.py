@@ -141,10 +141,7 @@ def _compare(given: _Given, method: GradientMethod) -> tuple[bool, str | None]:
 
 
 def _difference_in_float64(given: _Given, method: GradientMethod) -> tuple[float, str]:
-    """Return the largest difference between a method's gradients and autograd's in float64.
-
-    The second result is the name of the parameter for which the difference is largest.
-    """
+    """Return the largest difference from autograd in float64, and the name of its parameter."""
     model, parameters, output, pair = given
     copies: dict[int, nn.Parameter] = {}
     double = copy.deepcopy(model, copies).double()

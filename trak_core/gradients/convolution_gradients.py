@@ -111,10 +111,7 @@ class Patches(Contribution):
         return part.transpose(2, 3).flatten(3)
 
     def _patches(self, group: int, part: slice) -> Tensor:
-        """Return patches of the channels ``part`` of a group, (B, channels x window, V x pixels).
-
-        A patch consists of the ``window`` entries of the image that lie under the kernel.
-        """
+        """Return patches of some input channels, shape (B, channels x window, V x pixels)."""
         first = group * (self.images.shape[2] // self.groups)
         images = self.images[:, :, first + part.start : first + part.stop]
         images = F.pad(images, [n for size in self.padding[::-1] for n in (size, size)])
@@ -163,10 +160,7 @@ class Patches(Contribution):
                     yield torch.bmm(own, inputs.repeat(c, 1, 1) if c > 1 else inputs).flatten(1)
 
     def _phases(self) -> Tensor:
-        """Return the padded images, split by stride: shape (*stride, B, inputs, *size / stride).
-
-        Phase r of a dimension with stride s has the pixels r, r + s, r + 2 s, ....
-        """
+        """Return the padded images, split by stride: (*stride, B, inputs, *size / stride)."""
         images = self.images[:, 0]
         margins = [
             (pad, pad + -(size + 2 * pad) % step)

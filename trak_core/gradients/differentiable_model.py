@@ -64,10 +64,7 @@ def _empty_caches(modules: Iterable[nn.Module]) -> None:
 
 @contextlib.contextmanager
 def graph_to(model: nn.Module, parameters: Iterable[nn.Parameter]) -> Generator[None, None, None]:
-    """Run with gradients enabled for ``parameters`` only.
-
-    Other parameters are frozen, so that autograd saves no tensors for their gradients.
-    """
+    """Run with gradients enabled for ``parameters`` only, so that less is saved for others."""
     chosen = {id(parameter) for parameter in parameters}
     others = [p for p in model.parameters() if p.requires_grad and id(p) not in chosen]
     try:

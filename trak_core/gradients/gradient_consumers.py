@@ -11,10 +11,7 @@ from trak_core.gradients.gradient_terms import Consumer, Contribution, summed_pa
 
 
 class _Rows(Consumer):
-    """A consumer that has one total for each parameter, in which it stores results.
-
-    The total stays 0 if the model output doesn't depend on the parameter.
-    """
+    """A consumer with one total per parameter, which stays 0 if the output doesn't depend on it."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], totals: Sequence[Tensor]):
         self._names = list(parameters)

@@ -48,10 +48,7 @@ class Use(NamedTuple):
     layout: Layout
 
     def saved(self, name: str, *default: Any) -> Any:
-        """Return the value ``name`` that the operation saved for its backward pass.
-
-        If there is no such value, return the default.
-        """
+        """Return the value ``name`` that the operation has saved, or else the default."""
         return getattr(self.edge.user, f"_saved_{name}", *default)
 
     @property
@@ -92,10 +89,7 @@ class Use(NamedTuple):
 
 
 def own_indices(owners: Tensor, n_samples: int) -> Tensor:
-    """Return the indices at which ``owners`` is i, for each sample i, shape (n_samples, longest).
-
-    Shorter lists of indices are padded with -1.
-    """
+    """Return the indices where ``owners`` is i, for each sample i, padded with -1 to one length."""
     order = torch.argsort(owners, stable=True)
     order = order[owners[order] >= 0]
     counts = torch.bincount(owners[order], minlength=n_samples)
@@ -106,10 +100,7 @@ def own_indices(owners: Tensor, n_samples: int) -> Tensor:
 
 
 def has_form(edge: Edge) -> bool:
-    """Return whether there is a formula for the operation that uses the edge's tensor.
-
-    Even then, ``closed_forms`` may return None, because a formula doesn't hold for all inputs.
-    """
+    """Return whether there is a formula for the edge's operation, even if it may not apply."""
     return name_of(edge.user) in _FORMS
 
 
@@ -133,10 +124,7 @@ def closed_forms(
 
 
 def _summed(use: Use, gradient: Tensor) -> Contribution | None:
-    """Return gradients (C, *output) summed over positions and over dimensions of broadcasting.
-
-    The result is None if samples lie along a dimension of the input itself.
-    """
+    """Return gradients (C, *output) summed over positions, or None if they are not per sample."""
     shape = use.input_shape
     dim = use.dim - (gradient.ndim - 1) + len(shape)
     if dim >= 0 and shape[dim] != 1 and use.layout.n_samples > 1:
@@ -281,11 +269,7 @@ def _layer_normed(use: Use) -> Contribution | None:
 
 
 def _by_channel(use: Use, normed: Callable[[Tensor, slice], Tensor]) -> Contribution | None:
-    """Return the gradients of a normalization's weight or bias, with one entry for each channel.
-
-    They are sums over all dimensions except channels and samples. The result is None if samples
-    don't lie along dimension 0.
-    """
+    """Return the gradients of a normalization's weight or bias, summed over all but channels."""
     if not use.is_along(0):
         return None
     gradients = use.gradient_by_sample()

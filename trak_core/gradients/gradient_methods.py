@@ -63,10 +63,7 @@ class PerSample:
 
 
 def as_blocks(gradients: Iterable[Tensor]) -> list[Tensor]:
-    """Return (batch, *shape) tensors as (batch, entries) blocks with a common dtype.
-
-    Blocks with different dtypes, or with float64, are converted to float32.
-    """
+    """Return (batch, *shape) tensors as (batch, entries) blocks of one dtype, at most float32."""
     blocks = [block.reshape(len(block), -1) for block in gradients]
     if len({block.dtype for block in blocks}) > 1 or blocks[0].dtype is torch.float64:
         blocks = [block.float() for block in blocks]
@@ -108,8 +105,8 @@ def gradients_at_once(
     linear layer, the pair (delta, x) of output gradients and inputs represents the gradient
     dW_i = sum_t delta_t x_t^T of sample i. A sample's gradient doesn't depend on the other samples
     of its batch, up to rounding. The model runs in evaluation mode. Unlike
-    ``torch.func.vmap(torch.func.grad(f))``, this method doesn't vmap the model, and the gradients
-    of all parameters are never in memory together.
+    ``torch.func.vmap(torch.func.grad(f))``, this method doesn't vmap the model, and it passes on
+    the gradients of one parameter after another.
 
     If the graph can't be read, the batch is differentiated by ``gradients_one_by_one``, and a
     notice is printed. With ``must``, an ``UnreadableGraphError`` is raised instead.

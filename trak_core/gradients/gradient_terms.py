@@ -71,10 +71,7 @@ class Contribution(ABC):
 
     @abstractmethod
     def part(self, first: int, last: int) -> Tensor:
-        """Return the gradients with respect to rows first, ..., last - 1 of the tensor's matrix.
-
-        The result has shape (C B, entries of these rows).
-        """
+        """Return gradients by rows first, ..., last - 1 of the matrix, shape (C B, entries)."""
 
     def whole(self) -> Tensor:
         """Return the gradients with respect to the whole tensor, shape (C B, entries)."""
@@ -111,10 +108,7 @@ def add_product(gramian: Tensor, rows: Tensor) -> None:
 
 
 def pieces(size: int, entries_each: int, device: torch.device) -> Iterator[slice]:
-    """Return slices that cut items, of ``entries_each`` entries, into pieces for a device.
-
-    A piece has at most ``piece_on`` entries, but at least one item.
-    """
+    """Cut items, of ``entries_each`` entries, into slices of ``piece_on`` entries or one item."""
     step = max(1, piece_on(device) // max(1, entries_each))
     return (slice(start, min(start + step, size)) for start in range(0, size, step))
 
@@ -246,10 +240,7 @@ class Lookup(Contribution):
 
 
 def _summed(indices: Tensor, n: int, gradients: Tensor) -> Tensor:
-    """Return sums of gradients (C, B, T, q) with equal indices (B, T), shape (C B, n q).
-
-    Indices are less than n. The result has a row of n sums for each output and sample.
-    """
+    """Return sums of gradients (C, B, T, q) with equal indices (B, T) below n, shape (C B, n q)."""
     c, b, _, q = gradients.shape
     row = torch.arange(c * b, device=indices.device).view(c, b, 1)
     sums = gradients.new_zeros(c * b * n, q)
@@ -258,10 +249,7 @@ def _summed(indices: Tensor, n: int, gradients: Tensor) -> Tensor:
 
 
 def transposed(contribution: Contribution, shape: tuple[int, ...]) -> Contribution:
-    """Return the gradients of the transpose of a matrix, given the gradients of the matrix.
-
-    The matrix has the given shape.
-    """
+    """Return the gradients of W^T from the gradients of W, a matrix of the given shape."""
     if isinstance(contribution, Outer) and contribution.matrix == shape:
         return replace(contribution, is_transposed=not contribution.is_transposed)
     return Dense(contribution.whole().unflatten(1, shape).transpose(1, 2).unsqueeze(0))

@@ -65,10 +65,7 @@ def name_of(node: Node) -> str:
 
 
 def shape_of(node: Node, number: int) -> tuple[int, ...]:
-    """Return the shape of output ``number`` of a node.
-
-    An ``UnreadableGraphError`` is raised for a nested tensor.
-    """
+    """Return the shape of output ``number`` of a node. An error is raised for nested tensors."""
     return _shape(node._input_metadata[number])
 
 
@@ -170,10 +167,7 @@ def signature(root: Node, parameters: Sequence[Tensor]) -> tuple[list[Node], Has
 
 
 def trace(roots: Iterable[Node], parameters: Collection[Tensor]) -> Graph:
-    """Return the part of the graph below ``roots`` that leads to ``parameters``.
-
-    Other leaf tensors are constants, so the operations that use only them are left out.
-    """
+    """Return the part of the graph below ``roots`` that leads to ``parameters``."""
     place = {id(parameter): i for i, parameter in enumerate(parameters)}
     leaves: dict[Node, int] = {}
     edges: dict[Node, list[Edge]] = {}
@@ -201,10 +195,7 @@ def trace(roots: Iterable[Node], parameters: Collection[Tensor]) -> Graph:
 
 
 def _edges_of(node: Node) -> list[Edge]:
-    """Return the edges from a node to its inputs.
-
-    Inputs without entries are left out, because they have no layout and no gradient.
-    """
+    """Return the edges to a node's inputs, except inputs without entries, which have no layout."""
     return [
         Edge(node, i, used, number)
         for i, (used, number) in enumerate(node.next_functions)
@@ -340,10 +331,7 @@ def layout_of(owners: Tensor, stride: int, n_samples: int) -> Layout | None:
 
 
 def from_entries(owners: Tensor, n_samples: int) -> Layout | None:
-    """Return the layout of a tensor, given the sample number of each entry, or -1 for no sample.
-
-    Return None for a tensor without dimensions.
-    """
+    """Return the layout of a tensor, given the sample number of each entry, or -1 for no sample."""
     for dim, stride in enumerate(strides(owners.shape)):
         blocks = owners.reshape(*owners.shape[: dim + 1], stride)
         largest = blocks.amax(-1)

@@ -132,10 +132,7 @@ class MarginsInPieces(torch.autograd.Function):
 
 
 class HeadOfMargins(torch.autograd.Function):
-    """A function whose value is 0, with the derivatives of margins by the last layer's parameters.
-
-    The sum of this function and ``MarginsInPieces`` has the value and all derivatives of margins.
-    """
+    """A function with value 0 and the derivatives of margins by the last layer's parameters."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -165,10 +162,7 @@ class HeadOfMargins(torch.autograd.Function):
 
 
 def head_factors(node: Any, gradients: Tensor) -> "MarginFactors":
-    """Return the gradients of the last layer's weight, given those of margins, (C, B, tokens).
-
-    ``node`` is the graph node of ``HeadOfMargins``.
-    """
+    """Return the last layer's gradients from those of margins, shape (C, B, tokens), at a node."""
     return MarginFactors(gradients, Rows(*node.saved_tensors), node.head)
 
 

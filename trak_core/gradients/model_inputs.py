@@ -89,10 +89,7 @@ class Batch:
 
 
 def without_virtual_tokens(model: nn.Module, returned: Any, labels: Tensor) -> Any:
-    """Return a model's result without the logits of virtual tokens.
-
-    PEFT's prompt tuning adds virtual tokens before a text. They have no labels.
-    """
+    """Return a model's result without logits of the virtual tokens that prompt tuning adds."""
     n_virtual = getattr(getattr(model, "active_peft_config", None), "num_virtual_tokens", None)
     logits = getattr(returned, "logits", None)
     if not n_virtual or not isinstance(logits, Tensor) or logits.ndim != 3 or labels.ndim < 2:
@@ -360,10 +357,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def _last_line(error: BaseException) -> str:
-    """Return the place in the user's code at which ``error`` was raised.
-
-    If the traceback has no line of the user's code, return the place in another library's code.
-    """
+    """Return the last line of the user's code in a traceback, or else of another library's code."""
     frames = traceback.extract_tb(error.__traceback__)
     others = [f for f in frames if not f.filename.startswith((_OURS, _TORCH, "<"))]
     if not others:
@@ -397,10 +391,7 @@ def call_with_rounding(model: nn.Module, batch: Batch) -> tuple[object, float]:
 
 
 def least_rounding(model: nn.Module) -> float:
-    """Return sqrt(eps) for the largest machine epsilon of the parameters' dtypes.
-
-    Autocast is not considered, so that ``call_with_rounding`` may return a larger bound.
-    """
+    """Return the bound of ``call_with_rounding`` for the parameters' dtypes, without autocast."""
     parameters = list(model.parameters())
     epsilons = [torch.finfo(p.dtype).eps for p in _floats(parameters)]
     if any(p.is_cuda for p in parameters):

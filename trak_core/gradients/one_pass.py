@@ -223,10 +223,7 @@ class GraphNeededError(Exception):
 
 
 def by_rows(consumer: Consumer, output: Tensor, parameters: Sequence[Tensor]) -> None:
-    """Compute the gradients of each entry of ``output``, and pass them to the consumer.
-
-    Rows of gradients have the row-major order of the entries. The graph is kept.
-    """
+    """Pass the gradients of each entry of ``output``, in row-major order, to the consumer."""
     edge = get_gradient_edge(output)
     reached = [parameters[i] for i in trace([edge.node], parameters).parameters.values()]
     if reached and output.numel():
@@ -418,10 +415,7 @@ class _Pass:
 
 
 def _to_parameter(contribution: Contribution, edge: Edge) -> Contribution:
-    """Return the gradients of a parameter from the gradients of the tensor at an edge.
-
-    The edge leads to the parameter through operations that reshape or transpose it.
-    """
+    """Return a parameter's gradients from those of a reshaped or transposed view of it."""
     node = edge.node
     while leaf_of(node) is None:
         if not keeps_order(node):
@@ -431,13 +425,7 @@ def _to_parameter(contribution: Contribution, edge: Edge) -> Contribution:
 
 
 def _past_moves(rows: Tensor, edge: Edge) -> tuple[Tensor, Node, int]:
-    """Propagate gradients from an edge through operations that only move entries of a tensor.
-
-    Gradients that arrive through different views of a tensor can then be summed.
-
-    Returns:
-        The gradients, and the node and output number of the tensor to which they belong.
-    """
+    """Return gradients at an edge as those of the tensor below operations that only move entries."""
     node, number = edge.node, edge.number
     rows = rows.view(-1, *shape_of(node, number))
     while name_of(node) in MOVES - {"Transpose", "Permute"}:
@@ -451,11 +439,7 @@ def _past_moves(rows: Tensor, edge: Edge) -> tuple[Tensor, Node, int]:
 def _by_operation(
     node: Node, gradients: dict[int, Tensor], layouts: dict[int, Layout], indices: list[int]
 ) -> dict[int, Tensor]:
-    """Return the per-sample gradients (C, B, *shape) of a node's inputs at the given indices.
-
-    The operation is differentiated once for each sample, with zeros in place of the gradients of
-    all other samples. This works for every operation but is slower than a formula.
-    """
+    """Return a node's input gradients, (C, B, *shape), from one derivative for each sample."""
     n_samples = next(iter(layouts.values())).n_samples
     like = next(iter(gradients.values()))
     n_each = len(like)

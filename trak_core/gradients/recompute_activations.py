@@ -87,27 +87,18 @@ class Recomputation:
         self._kept, self._largest = {}, 0
 
     def note(self, kept: dict[int, int], dropped_bytes: int) -> None:
-        """Count the memory of one call of a block, for ``n_bytes``.
-
-        ``kept`` maps the address of each storage that stays in memory to its number of bytes.
-        """
+        """Count a call's memory: bytes of kept storages by address, and bytes that it frees."""
         self._kept.update(kept)
         self._largest = max(self._largest, dropped_bytes)
 
     def n_bytes(self, besides: set[int]) -> int:
-        """Return the peak memory in bytes of all calls of blocks that were counted.
-
-        Storages at the addresses ``besides`` are left out, because they are counted elsewhere.
-        """
+        """Return the peak memory of all calls, without storages at the addresses ``besides``."""
         kept = sum(n for address, n in self._kept.items() if address not in besides)
         return kept + self._largest
 
 
 def _repeated(model: nn.Module) -> list[nn.Module]:
-    """Return the members of a model's module lists in which two members have the same class.
-
-    Lists inside of these members are left out.
-    """
+    """Return the members of outermost module lists in which two members have the same class."""
     blocks: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for module in model.modules():  # outer before inner
@@ -136,10 +127,7 @@ class _Forward:
 
 
 class _Saved:
-    """A tensor that an operation of a block saved, or None while it is not in memory.
-
-    Only the graph has a strong reference to this object, so that it is freed with the graph.
-    """
+    """A tensor that an operation saved, or None while not in memory. Only the graph holds it."""
 
     __slots__ = ("__weakref__", "call", "tensor")
 
@@ -272,10 +260,7 @@ def _sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 def _fingerprint(tensor: Tensor) -> int | Tensor | None:
-    """Return a fingerprint of a tensor's values, or None for a tensor that is not compared.
-
-    For a tensor on a GPU, the fingerprint stays there, so that the CPU need not wait.
-    """
+    """Return a fingerprint of a tensor's values (on its device), or None if it is not compared."""
     tensor = tensor.detach()
     is_index = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
     if tensor.dtype in _WORK or (is_index and tensor.ndim == 0):

@@ -55,10 +55,7 @@ class RuleInput:
     width: int
 
     def along(self, dim: int) -> Layout | None:
-        """Return the layout of the input if samples lie along the input's dimension ``dim``.
-
-        Return None if this dimension and the output's dimension of samples differ in size.
-        """
+        """Return the layout for samples along input dimension ``dim``, or None if sizes differ."""
         if not (0 <= dim < len(self.input) and self.input[dim] == self.output[self.dim]):
             return None
         stride = stride_at(self.input, dim, self.width, self.layout.period)
@@ -175,11 +172,7 @@ def _index_selected(given: RuleInput) -> Layout | None:
 
 
 def _owned(given: RuleInput, n_dims: int, picked: Tensor, own: Tensor) -> Layout | None:
-    """Return the layout of an input from which output rows are copied.
-
-    ``picked`` has the number of the input row for each output row, and ``own`` has the output row's
-    sample. Return None if several samples select the same input row.
-    """
+    """Return the layout of an input whose rows ``picked`` were copied to output rows of samples."""
     head = given.input[:n_dims]
     owners = torch.full((math.prod(head),), -1)
     known = own >= 0

@@ -51,10 +51,7 @@ def _checked_blocks(gradients: M | Sequence[M]) -> list[M]:
 
 
 def _checked_out(out: M | None, accumulate: bool, like: M, proj_dim: int) -> M:
-    """Return the array for the result of a projection: ``out``, or a new array if it is None.
-
-    It is filled with zeros unless ``accumulate`` is true.
-    """
+    """Return ``out``, or a new array if it is None. It has zeros unless ``accumulate`` is true."""
     shape = (len(like), proj_dim)
     if out is None:
         if isinstance(like, Tensor):
@@ -80,10 +77,7 @@ def _checked_out(out: M | None, accumulate: bool, like: M, proj_dim: int) -> M:
 
 
 def _array(tensor: Matrix) -> np.ndarray:
-    """Return a matrix on the CPU as a NumPy array, without a copy.
-
-    NumPy has no bfloat16, so such a tensor is viewed as uint16.
-    """
+    """Return a matrix on the CPU as a NumPy array, without a copy. bfloat16 is viewed as uint16."""
     if isinstance(tensor, np.ndarray):
         return tensor
     if tensor.dtype is torch.bfloat16:

@@ -72,10 +72,7 @@ def philox4x32_reference(counter: np.ndarray, key: tuple[int, int]) -> np.ndarra
 
 
 def _words(spec: ProjectionSpec, c0: np.ndarray, q: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """Return word ``index`` (0 to 3) of the Philox call with counter parts ``c0`` and ``q``.
-
-    The arguments are broadcast, and the result has dtype uint64.
-    """
+    """Return word ``index`` (0 to 3) of the Philox call with counter parts ``c0`` and ``q``."""
     c0, q, index = np.broadcast_arrays(c0, q, index)
     high = (q >> np.uint64(32)) | np.uint64(spec.kind.tag << 24)
     counter = np.stack([c0, q & _MASK, high, np.full_like(q, spec.stream)])

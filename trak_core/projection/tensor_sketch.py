@@ -115,10 +115,7 @@ def _has_kernels(device: torch.device) -> bool:
 
 
 def _pieces_on(device: torch.device) -> tuple[int, int]:
-    """Return the largest number of complex numbers that are transformed in one call on a device.
-
-    The second result is the same limit for a call for several parameters.
-    """
+    """Return the most complex numbers in one transform, for one and for several parameters."""
     if device.type != "cuda":
         most = _PIECE if _has_kernels(device) else _PIECE_OF_GPU
         return most, most
@@ -169,10 +166,7 @@ def _balancing_scales(left: Tensor, right: Tensor) -> list[Tensor]:
 
 
 def _pieces(left: Tensor, most: int) -> list[tuple[slice, slice]]:
-    """Return slices of samples and of tokens, which split ``left`` (samples, tokens, ...).
-
-    A piece has at most ``most`` tokens of all its samples together, but at least one token.
-    """
+    """Return slices of samples and tokens for pieces of at most ``most`` tokens, or one token."""
     n_samples, n_tokens = left.shape[:2]
     if n_tokens > most:
         starts = itertools.product(range(n_samples), range(0, n_tokens, max(1, most)))
@@ -195,10 +189,7 @@ def _add_transforms(counts: Tensor, sums: Tensor) -> None:
 
 
 def _add_at(out: Tensor, columns: Tensor, values: Tensor) -> None:
-    """Add values (b, m) to the given columns, (b, m) or (m,), of each row of ``out``.
-
-    Values are added in order, so that rounding errors are the same in every run.
-    """
+    """Add values (b, m) to columns (b, m) or (m,) of each row of ``out``, in order."""
     columns = columns.expand_as(values)
     if out.device.type == "cpu":
         out.scatter_add_(1, columns, values)
@@ -217,10 +208,7 @@ def _add_lookups(
 def _places(
     spec: ProjectionSpec, device: torch.device, bounds: tuple[tuple[int, int], ...]
 ) -> tuple[Tensor, Tensor]:
-    """Return the column and the value of R's nonzero entry for each coordinate.
-
-    The coordinates are those of the ranges (start, stop) in ``bounds``.
-    """
+    """Return the columns and signs of R at the coordinates in the ranges of ``bounds``."""
     starts, shapes, positions, buckets, signs = _hashes_on(spec, device)
     coordinates = torch.cat([torch.arange(*bound, device=device) for bound in bounds])
     numbers = torch.searchsorted(starts, coordinates, right=True) - 1

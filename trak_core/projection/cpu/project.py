@@ -64,10 +64,7 @@ def load_compiler() -> None:
 
 @dataclass(frozen=True)
 class _Kernel:
-    """The kernel of a kind of projection, and the sizes of the parts into which work is split.
-
-    A part is a slice of the coordinates and a share of the samples.
-    """
+    """The kernel of a kind of projection, and the sizes of slices of coordinates and of shares."""
 
     # A function of rows, a range of columns, the first coordinate, the key and the result. For a
     # tensor sketch, the fields of ``Hashes`` replace the key.
@@ -133,10 +130,7 @@ if hasattr(os, "register_at_fork"):  # A forked process needs a new pool, as it 
 
 
 def _in_order(calls: Iterator[Callable[[], T]], threads: int, ahead: int) -> Iterator[T]:
-    """Yield the results of calls in order, computed by several threads.
-
-    At most ``ahead`` calls run, or have results that wait, at a time.
-    """
+    """Yield the results of calls in order. At most ``ahead`` of them run or wait at a time."""
     first = list(islice(calls, 2 if threads > 1 else 0))
     if len(first) < 2:  # a single call, or one thread
         yield from (call() for call in chain(first, calls))

@@ -120,10 +120,7 @@ class LaneArray:
         return vector
 
     def strided(self, index: Sequence[Any]) -> Any:
-        """Return eight consecutive numbers of a matrix row, from the given index on.
-
-        The matrix may have any row stride.
-        """
+        """Return eight numbers of a matrix row, from ``index`` on, for any row stride."""
         array = self._array()
         at = self._builder.ptrtoint(array.data, INT64)
         for i, axis in enumerate(index):
@@ -252,11 +249,7 @@ def fill_lanes(x, rows, at, start, stop):
 
 @compiled
 def fill_from_lanes(out, sums):
-    """Copy sums from lanes to ``out``, which has one row for each sample.
-
-    ``sums`` has shape (n_tiles, at least proj_dim * 8), and ``out`` has shape (n_samples,
-    proj_dim).
-    """
+    """Copy sums (n_tiles, at least proj_dim * 8) from lanes to ``out``, (n_samples, proj_dim)."""
     n_samples, proj_dim = out.shape
     for sample in range(n_samples):
         tile, lane = sample // LANES, sample % LANES

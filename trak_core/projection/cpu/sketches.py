@@ -73,10 +73,7 @@ def _add_signed(builder, sums, column, x, row, sign):
 
 @compiled
 def fill_signs(signs, words, first_call, block, key):
-    """Write the signs of a block of coordinates, +1 or -1, to ``signs``.
-
-    They are the row signs if ``first_call`` is 0, and the column signs if it is ``COLUMN_SIGNS``.
-    """
+    """Write a block's row signs (``first_call`` 0) or column signs (``COLUMN_SIGNS``), +1 or -1."""
     fill_words(words, first_call, block, _HADAMARD, key)
     for i in range(len(signs)):
         bit = (words[i >> 5] >> np.uint32(i & 31)) & np.uint32(1)

@@ -145,10 +145,7 @@ def driver_version() -> int:
 
 
 def make_current(device: torch.device) -> None:
-    """Make torch's CUDA context for a device current in this thread if there is none yet.
-
-    The driver would refuse to load or launch a kernel in a thread without a context.
-    """
+    """Make torch's CUDA context current in this thread if none is. The driver needs one."""
     driver = _driver()
     if not int(_check(driver.cuCtxGetCurrent(), "cuCtxGetCurrent")):
         torch.cuda.current_stream(device).synchronize()
@@ -185,10 +182,7 @@ def kept(path: Path) -> bytes | None:
 
 
 def keep(path: Path, content: bytes) -> None:
-    """Write content to a file, after its SHA-256, by which ``kept`` detects a damaged file.
-
-    A file that can't be written is ignored, because the next process can compile again.
-    """
+    """Write content after its SHA-256. If that fails, nothing is cached, and no error is raised."""
     with suppress(OSError, InputError), atomic_write(path) as partial:
         partial.write_bytes(hashlib.sha256(content).digest() + content)
 

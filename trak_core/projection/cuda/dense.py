@@ -168,10 +168,7 @@ def tensor_core_kernel(tile: Tile, bfloat16: bool, flush: int) -> Any:
 
     @unrolled(n_copies)
     def copy_stage(i, shared, memory, row_stride, origin, first_row, n_rows, begin, end, g):
-        """Start to copy the gradients at 256 coordinates, from g on, to shared memory.
-
-        Coordinates outside of the slice become 0.
-        """
+        """Start to copy gradients at 256 coordinates from g on, with 0 outside of the slice."""
         e = uint32(cuda.threadIdx.x) + uint32(i * n_threads)
         row, part = e // uint32(per_row), e & uint32(per_row - 1)
         first = g + int64(part) * 8

@@ -44,10 +44,7 @@ def _butterflies(held, n_bits):
 
     @device_function
     def transform(x):
-        """Replace each pair of values whose indices differ in one bit by their sum and difference.
-
-        This is done for each of the ``n_bits`` lowest bits of a value's index in ``x``.
-        """
+        """Transform pairs of values whose indices differ in one of the ``n_bits`` lowest bits."""
         for bit in range(n_bits):
             for v in range(n_values):
                 if v & (1 << bit) == 0:
@@ -112,11 +109,7 @@ def hadamard_kernel(proj_dim: int, inner: int, n_rows_held: int, bfloat16: bool,
 
     @device_function
     def swap(exchange, base, thread, x, before, after):
-        """Exchange values between threads, so that the next bits of the index can be transformed.
-
-        The indices of a thread's values differ in the bits from ``before`` on, and afterwards in
-        the bits from ``after`` on.
-        """
+        """Exchange values so that a thread's indices differ in the bits from ``after`` on."""
         at = uint32(base + position_of(thread, before))
         for v in range(n_values):
             # The bits of v and of the thread are disjoint, so their gaps add.

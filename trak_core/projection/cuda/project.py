@@ -37,10 +37,7 @@ def require_numba_cuda() -> None:
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a GPU, or the lowest that is supported for the simulator.
-
-    The simulator has no tensor cores.
-    """
+    """Return a GPU's compute capability. The simulator has the lowest one that is supported."""
     if is_simulated():
         return LEAST_CAPABILITY
     capability = torch.cuda.get_device_capability(device)

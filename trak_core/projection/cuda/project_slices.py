@@ -88,10 +88,7 @@ def _add_partials(partials: torch.Tensor, n_slices: int, n_planes: int, out: tor
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive slices of coordinates that one launch of a kernel processes.
-
-    The kernel reads them in block number ``block`` of the gradients, or in a copy if that is None.
-    """
+    """Consecutive slices for one launch, read in block number ``block``, or in a copy if None."""
 
     first_slice: int
     last_slice: int
@@ -133,10 +130,7 @@ def runs(
 
 
 def _is_in_place(block: torch.Tensor, start: int, method: Method) -> bool:
-    """Return whether the kernel can read a block, whose first coordinate is ``start``, in place.
-
-    Otherwise, a copy is needed.
-    """
+    """Return whether the kernel can read a block with first coordinate ``start`` without a copy."""
     n_rows, n = block.shape
     aligned = (
         start % method.alignment == 0

@@ -80,10 +80,7 @@ HADAMARD_FLUSH = 256  # blocks of coordinates between two flushes, if proj_dim i
 
 
 def held_bits(inner: int) -> int:
-    """Return the number of bits in which the indices of the numbers of one thread differ.
-
-    A thread holds 2 to this power numbers of a Hadamard transform of length ``inner``.
-    """
+    """Return b if a thread holds 2**b of the ``inner`` numbers of a Hadamard transform."""
     return min(4, inner.bit_length() - 1)
 
 
