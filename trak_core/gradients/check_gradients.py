@@ -228,9 +228,9 @@ def count_classes(
             shape = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         if shape:
             raise InputError(
-                f"The model output must be one number for each sample. Found {shape} for one "
-                f"sample, for which the model returned shape {tuple(outputs.shape)} and whose "
-                f"label has shape {tuple(label.shape)}.",
+                f"The model output must be one number for each sample. Found {shape}. For this "
+                f"sample, the model returned shape {tuple(outputs.shape)}, and the label has shape "
+                f"{tuple(label.shape)}.",
                 code="gradients.output_shape",
             )
     return n_classes

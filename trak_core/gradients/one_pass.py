@@ -425,7 +425,7 @@ def _to_parameter(contribution: Contribution, edge: Edge) -> Contribution:
 
 
 def _past_moves(rows: Tensor, edge: Edge) -> tuple[Tensor, Node, int]:
-    """Return gradients at an edge as those of the tensor below operations that only move entries."""
+    """Return gradients at an edge as those of the tensor below operations that move entries."""
     node, number = edge.node, edge.number
     rows = rows.view(-1, *shape_of(node, number))
     while name_of(node) in MOVES - {"Transpose", "Permute"}:
