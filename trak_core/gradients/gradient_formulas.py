@@ -124,7 +124,7 @@ def closed_forms(
 
 
 def _summed(use: Use, gradient: Tensor) -> Contribution | None:
-    """Return gradients (C, *output) summed over positions, or None if they are not per sample."""
+    """Return gradients summed over positions, or None if samples lie along an input dimension."""
     shape = use.input_shape
     dim = use.dim - (gradient.ndim - 1) + len(shape)
     if dim >= 0 and shape[dim] != 1 and use.layout.n_samples > 1:
@@ -304,7 +304,7 @@ def _batch_normed(use: Use) -> Contribution | None:
 
 
 def _head_of_margins(use: Use) -> Contribution | None:
-    """Return the gradients of the weight or bias of a last layer whose logits form in pieces."""
+    """Return the gradients of the weight or bias of a last layer that is computed in pieces."""
     n_samples, shape = use.layout.n_samples, use.gradient.shape
     if use.layout.owners is not None or n_samples not in {1, shape[1]}:
         return None

@@ -71,7 +71,7 @@ class Contribution(ABC):
 
     @abstractmethod
     def part(self, first: int, last: int) -> Tensor:
-        """Return gradients by rows first, ..., last - 1 of the matrix, shape (C B, entries)."""
+        """Return gradients for rows first, ..., last - 1 of the matrix, shape (C B, entries)."""
 
     def whole(self) -> Tensor:
         """Return the gradients with respect to the whole tensor, shape (C B, entries)."""
@@ -108,7 +108,7 @@ def add_product(gramian: Tensor, rows: Tensor) -> None:
 
 
 def pieces(size: int, entries_each: int, device: torch.device) -> Iterator[slice]:
-    """Cut items, of ``entries_each`` entries, into slices of ``piece_on`` entries or one item."""
+    """Cut items into slices of at most ``piece_on`` entries, or one item if that is larger."""
     step = max(1, piece_on(device) // max(1, entries_each))
     return (slice(start, min(start + step, size)) for start in range(0, size, step))
 

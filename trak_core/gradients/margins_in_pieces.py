@@ -162,7 +162,7 @@ class HeadOfMargins(torch.autograd.Function):
 
 
 def head_factors(node: Any, gradients: Tensor) -> "MarginFactors":
-    """Return the last layer's gradients from those of margins, shape (C, B, tokens), at a node."""
+    """Return the last layer's gradients, given ``gradients`` of margins, shape (C, B, tokens)."""
     return MarginFactors(gradients, Rows(*node.saved_tensors), node.head)
 
 
@@ -221,7 +221,7 @@ class MarginFactors(Contribution):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BiasFactors(Dense):
-    """Gradients of the last layer's bias. Terms of tokens are computed for some at a time."""
+    """Gradients of the last layer's bias. The terms of tokens are computed when they are read."""
 
     of_weight: MarginFactors
 

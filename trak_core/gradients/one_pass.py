@@ -219,7 +219,7 @@ def hooked(
 
 
 class GraphNeededError(Exception):
-    """An operation without a closed form must be differentiated again, but its graph was freed."""
+    """An operation without a formula must be differentiated again, but its graph was freed."""
 
 
 def by_rows(consumer: Consumer, output: Tensor, parameters: Sequence[Tensor]) -> None:

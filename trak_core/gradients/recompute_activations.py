@@ -260,7 +260,7 @@ def _sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 def _fingerprint(tensor: Tensor) -> int | Tensor | None:
-    """Return a fingerprint of a tensor's values (on its device), or None if it is not compared."""
+    """Return a fingerprint of a tensor's values, or None if the tensor is not compared."""
     tensor = tensor.detach()
     is_index = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
     if tensor.dtype in _WORK or (is_index and tensor.ndim == 0):

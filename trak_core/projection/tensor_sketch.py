@@ -92,7 +92,7 @@ def entries_of_rows(
 
 @lru_cache(maxsize=2)
 def _entries_on(spec: ProjectionSpec, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Return tensors of the entry that each bucket gets of two concatenated factors, and its sign.
+    """Return tensors that say which entry of two factors each bucket gets, and with which sign.
 
     A run of k consecutive entries of a factor fills the k buckets with one entry each, so that
     count sketches can be computed by indexing. There is a pair of tensors for each parameter, both
@@ -115,7 +115,7 @@ def _has_kernels(device: torch.device) -> bool:
 
 
 def _pieces_on(device: torch.device) -> tuple[int, int]:
-    """Return the most complex numbers in one transform, for one and for several parameters."""
+    """Return the largest size of one transform on a device, for one and for several parameters."""
     if device.type != "cuda":
         most = _PIECE if _has_kernels(device) else _PIECE_OF_GPU
         return most, most
