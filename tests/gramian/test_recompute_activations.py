@@ -200,7 +200,7 @@ def test_a_block_with_an_object_keeps_all(capsys):
     blocks = Recomputation(given[0])
     blocks.start()
     sample_memory(*given, blocks)
-    assert blocks.told().endswith("keep all activations: TakesAnObject.")
+    assert blocks.told().endswith("They keep all activations: TakesAnObject.")
     assert_equal(formed_gradients(gradients_at_once, *given), expected)
 
 

@@ -157,7 +157,7 @@ def test_what_one_pass_cannot_take_goes_one_by_one(method, monkeypatch, capsys):
     assert chosen(model, batch) is method
     given = model, parameters, CLASSIFICATION, batch
     assert choose_method(*given, reads_terms=True)[0] is gradients_in_turn
-    assert "it cannot tell samples apart below: MkldnnRnnLayer" in capsys.readouterr().out
+    assert "it cannot tell samples apart in these operations: MkldnnRnnLayer" in capsys.readouterr().out
     result = formed(method, model, batch)
     expected, values = by_backward(model, batch)
     torch.testing.assert_close(result.outputs, values)
@@ -173,7 +173,7 @@ def test_a_batch_whose_graph_can_not_be_read_goes_one_by_one(capsys):
     assert not capsys.readouterr().out
     for method in (gradients_at_once, gradients_in_turn):
         assert_same(formed(method, model, batch).gradients, expected, rtol=0, atol=0)
-    reason = "has hooks on parameters or modules"
+    reason = "has backward hooks on parameters or modules"
     assert f"one backward pass cannot differentiate a batch ({reason}" in capsys.readouterr().out
 
 
@@ -212,7 +212,7 @@ class AlwaysDropping(nn.Module):
 
 
 WITHOUT = {"track_running_stats": False}
-DIFFERS = re.compile(r"f differs by up to [\d.e-]+")
+DIFFERS = re.compile(r"its output differs by up to [\d.e-]+")
 FAILS = re.compile(r"the model fails: Expected more than 1 value [^;]*")
 MIXING = {
     "BatchNorm without statistics": (

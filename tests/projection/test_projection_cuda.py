@@ -336,8 +336,8 @@ def test_kind_and_capability_choose_the_kernel(kind, dtype, capability, name, mo
 
 
 # What a message about a wrong kernel says of the device, and of the entries.
-PLACE = re.compile(r"(?<=run on ).*?(?=\. Found)")
-WHERE = re.compile(r"wrong of .* coordinate .*(?= Project on the CPU)")
+PLACE = re.compile(r"(?<=run on ).*?(?=\. It failed)")
+WHERE = re.compile(r"On .* are wrong .* coordinate .*(?= Project on the CPU)")
 
 
 class TestSelfTest:

@@ -290,7 +290,7 @@ def test_samples_that_the_output_is_not_meant_for_are_told(capsys):
         notice.cache_clear()
         model = torch.nn.Sequential(logits, last)
         Attributor(model, "image_classification", proj_dim=4).fit((x, y))
-        assert capsys.readouterr().out.count("They are used as logits") == n
+        assert capsys.readouterr().out.count("These numbers are used as logits") == n
     embedding = torch.nn.Sequential(torch.nn.Embedding(9, 8), torch.nn.Linear(8, 9))
     tokens = torch.randint(9, (12, 6))
     for labels, n in ((tokens, 0), (tokens.roll(-1, 1), 1), (tokens[:, 1:], 1)):

@@ -214,7 +214,7 @@ def test_a_text_that_memory_does_not_hold_is_named(case):
     ("i", "change", "expected"),
     [
         (11, "x[:3].repeat(11)", r"(?s)IndexError.* text-11 is a text of 33 tokens"),
-        (4, "x[:1]", r"Found none in .*text-4"),
+        (4, "x[:1]", r"text-4 has no such entry"),
     ],
     ids=["longer than the positions", "one token"],
 )

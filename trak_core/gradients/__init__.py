@@ -1,11 +1,13 @@
 """Compute per-sample gradients of a model output, one parameter after another.
 
-The gradient of a model output f has p coordinates, one for each entry of the parameters, in
-``named_parameters`` order and row-major within a parameter. One backward pass differentiates a
-batch (``gradients_at_once``). If the model's graph can't be read, the samples of the batch are
-differentiated one by one. The gradients of each parameter are passed to a consumer as soon as they
-are computed, so that the (batch, p) matrix is never formed. For example, the consumer in
-``trak_core.attribution.project_gradients`` projects them.
+A model output f is one number for each sample, such as a margin. Its gradient has p coordinates,
+one for each entry of the parameters, in ``named_parameters`` order and row-major within a
+parameter. One backward pass computes the gradients of all samples of a batch
+(``gradients_at_once``). If autograd's graph of the model can't be read, the samples are
+differentiated one by one. The gradients of each parameter are passed to a *consumer* as soon as
+they are computed. For example, the consumer in ``trak_core.attribution.project_gradients`` projects
+them. This differs from ``torch.func.vmap(torch.func.grad(f))``, which returns the (batch, p) matrix
+of gradients: here that matrix is never formed.
 
 Most functions take a ``model`` on the samples' device, the ``parameters`` that
 ``select_parameters`` returned, and the model ``output`` f. They restore the model's training mode.

@@ -2,10 +2,11 @@
 
 A tensor of the graph is *split* if each of its entries belongs to one sample (it has a layout, see
 ``graph.py``), and *shared* otherwise. Shared tensors are parameters, functions of parameters alone,
-and tensors that mix samples. Let f_1, ..., f_B be the outputs and x a split tensor. If an entry of
-x belongs to sample i, the gradient of sum_j f_j with respect to it is the gradient of f_i. So one
-backward pass computes the gradients with respect to x for all samples. An edge from the split
-output y of an operation to a shared input w is a *crossing*. At a crossing, the chain rule is
+and tensors that mix samples. Let f_1, ..., f_B be the model outputs of the B samples. If an entry
+of a split tensor x belongs to sample i, then f_j doesn't depend on this entry for any j != i, so
+that the derivatives of sum_j f_j and of f_i with respect to the entry are equal. Therefore, one
+backward pass of the sum computes the gradients with respect to x for all samples. An edge from the
+split output y of an operation to a shared input w is a *crossing*. At a crossing, the chain rule is
 
     d(sum_i f_i)/dw = sum_i sum_{t of sample i} (df_i/dy_t) (dy_t/dw),
 
@@ -23,7 +24,8 @@ from torch import Tensor
 from trak_core.gradients.graph import Edge, Graph, Layout, Node, joined, name_of, settled, shape_of
 from trak_core.gradients.sample_owner_rules import input_layouts
 
-# Operations that only move entries. They don't change inner products of gradients.
+# Operations that only move or copy entries. A gradient has the same entries before and after them,
+# in another order, so that inner products of gradients don't change.
 MOVES = {
     *("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze"),
     *("Clone", "Alias", "ToCopy"),
@@ -33,7 +35,7 @@ _CUTS = {"Split", "SplitWithSizes", "Unbind"}
 
 
 def keeps_order(node: Node) -> bool:
-    """Return whether an operation of ``MOVES`` keeps the row-major order of entries."""
+    """Return whether an operation that only moves entries keeps their row-major order."""
     return name_of(node) not in _TURNS or len(shape_of(node, 0)) < 2
 
 
@@ -44,38 +46,53 @@ def _transposes(node: Node) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Region:
-    """A connected component of shared nodes, such as a parameter and its transpose."""
+    """Connected nodes whose tensors are shared by samples, such as a parameter and its transpose.
+
+    Gradients enter a region at *crossings*: edges of the graph from a tensor whose entries belong
+    to single samples to a tensor of the region.
+    """
 
     n_crossings: int = 0  # number of crossings that lead into the region
     parameters: list[int] = field(default_factory=list)  # indices of the region's parameters
     # Whether the region has one parameter, and each crossing leads to the whole parameter, possibly
-    # transposed or reshaped. If so, contributions are added unchanged.
+    # transposed or reshaped. Then the gradients at crossings are the parameter's gradients, and
+    # nothing has to be propagated through the region.
     is_direct: bool = True
-    # Whether the region has one parameter, and crossings lead to disjoint sets of its entries. If
-    # so, a Gramian is the sum of the contributions' Gramians.
+    # Whether the region has one parameter, and crossings lead to disjoint sets of its entries. Then
+    # inner products of the parameter's gradients are sums of inner products at the crossings.
     is_simple: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The crossings of a graph."""
+    """The places in autograd's graph at which a backward pass reads per-sample gradients.
 
-    layouts: dict[Node, dict[int, Layout]]  # of the used outputs of split nodes with crossings
-    crossings: dict[Node, list[tuple[Edge, Region]]]  # with the regions they lead to
+    These are crossings: edges from the output of an operation, whose entries belong to single
+    samples, to an input that samples share, such as a weight.
+    """
+
+    # For each operation with crossings, the layouts of its outputs, by output number. Outputs that
+    # are not used have no layout.
+    layouts: dict[Node, dict[int, Layout]]
+    # For each of these operations, its crossings and the regions to which they lead.
+    crossings: dict[Node, list[tuple[Edge, Region]]]
     regions: list[Region]
-    # Split nodes with crossings. From inner nodes, the backward pass continues to other split nodes
-    # with crossings, so hooks read their gradients. The pass ends at the last nodes.
+    # The operations with crossings, in two groups. From inner nodes, the backward pass continues
+    # to other operations with crossings, so that hooks must read the gradients. The pass ends at
+    # the last nodes.
     inner: list[Node]
     last: list[Node]
     parameters: Sequence[Tensor]  # the parameters to differentiate
-    # Whether the graph's signature determines the plan. Otherwise, saved values such as indices do.
+    # Whether graphs with an equal ``signature`` have the same plan. If not, the plan also depends
+    # on saved values, such as the indices of a gather.
     is_fixed: bool
 
     def of(self, like: Mapping[Node, Any] | Sequence[Node], parameters: Sequence[Tensor]) -> "Plan":
-        """Return the same plan for another graph with an equal signature.
+        """Return this plan for another graph, which must have an equal ``signature``.
 
-        ``like`` maps this plan's nodes to nodes of the other graph, or to the numbers of nodes. A
-        plan with numbers in place of nodes, and without parameters, keeps no graph in memory.
+        ``like`` maps the nodes of this plan to the corresponding nodes of the other graph. It may
+        also map nodes to integers. A plan with integers in place of nodes, and without parameters,
+        keeps no graph in memory, so it can be cached.
         """
         crossings = {
             like[user]: [
@@ -88,7 +105,7 @@ class Plan:
         return Plan(layouts, crossings, self.regions, inner, last, parameters, self.is_fixed)
 
     def arrivals(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Return the operation and shape of each tensor whose per-sample gradients are formed."""
+        """Return (operation, input shape) for each input whose per-sample gradients are formed."""
         return [
             (name_of(edge.user), shape_of(edge.node, edge.number))
             for pairs in self.crossings.values()
@@ -124,9 +141,11 @@ def make_plan(
 def _layouts(
     graph: Graph, root: tuple[Node, int], layout: Layout
 ) -> tuple[dict[Node, dict[int, Layout]], bool]:
-    """Return the layouts of split nodes' outputs, and whether no saved value determines them."""
+    """Return the layouts of all nodes' outputs, and whether the graph alone determines them."""
     shared, is_one_sample = set(graph.parameters), layout.n_samples == 1
-    if is_one_sample:  # All nodes are split, except parameters and their views.
+    # With a single sample, every tensor belongs to it. Parameters and their views are still read as
+    # shared tensors, because crossings must lead to them.
+    if is_one_sample:
         for node in reversed(graph.order):
             if name_of(node) in MOVES and {edge.node for edge in graph.edges[node]} <= shared:
                 shared.add(node)
@@ -134,7 +153,7 @@ def _layouts(
     layouts[root[0]][root[1]] = layout
     all_fixed = True
     split: dict[Node, dict[int, Layout]] = {}
-    for node in graph.order:  # all users of a tensor before the node that computes it
+    for node in graph.order:  # visits all users of a tensor before the node that computes it
         outputs = {number: settled(layout) for number, layout in layouts.pop(node, {}).items()}
         known = {number: layout for number, layout in outputs.items() if layout is not None}
         edges = graph.edges[node]
@@ -155,7 +174,7 @@ def _layouts(
 
 
 def _regions(below: list[Edge], crossings: list[Edge], graph: Graph) -> dict[Node, Region]:
-    """Return the region of each shared node, by union-find over the edges below crossings."""
+    """Return the region of each shared node, by union-find over the edges ``below`` crossings."""
     parent: dict[Node, Node] = {}
 
     def head(node: Node) -> Node:

@@ -22,23 +22,25 @@ from trak_core.runtime.progress import print_line
 
 T = TypeVar("T")
 
-# Peak memory of a backward pass, relative to the tensors that the forward pass saves. The measured
-# ratio was 1.5 to 1.7 for a ResNet and for GPT-2-like models of 7 and 124 million parameters.
+# Ratio of a backward pass's peak memory to the memory of the tensors that the forward pass saves.
+# The measured ratio was 1.5 to 1.7 for a ResNet and for GPT-2-like models of 7 and 124 million
+# parameters. The value 2 leaves a margin.
 _ACTIVATIONS = 2
-# Gradients and logits are formed in pieces. This many copies of a piece are in memory at a time.
+# Gradients and logits are formed in pieces. These are the numbers of pieces of gradients, and of
+# logits, that are in memory at the same time.
 _PIECES, _LOGIT_PIECES = 3, 4
 PIECE_BYTES = 4 * PIECE
 
 
 @dataclass(frozen=True, slots=True)
 class SampleMemory:
-    """Memory that is needed to differentiate f, in bytes."""
+    """Memory in bytes that is needed to differentiate the model output of some samples."""
 
-    # Peak for each sample: tensors that the forward pass saves, and gradients with respect to
-    # tensors that are computed from parameters.
+    # Peak memory of one sample: tensors that the forward pass saves, tensors of the backward pass,
+    # and gradients with respect to tensors that are computed from parameters.
     activation_bytes: int
     gradient_bytes: int  # size of the gradient of one sample
-    shared_bytes: int = 0  # doesn't depend on the number of samples
+    shared_bytes: int = 0  # memory that is needed once, for any number of samples
 
     def of(self, n_samples: int) -> int:
         """Return the bytes that ``n_samples`` samples need together."""
@@ -54,7 +56,7 @@ class SampleMemory:
 
 
 class TooMuchMemoryError(Exception):
-    """A sample's activations need more than the given limit."""
+    """The activations of one sample need more memory than the given limit."""
 
 
 def sample_memory(
@@ -68,10 +70,14 @@ def sample_memory(
 ) -> SampleMemory:
     """Return an estimate of the memory that is needed to differentiate the first sample.
 
-    The function counts the tensors that a forward pass for ``n_copies`` of the sample saves. With
-    two copies, it also counts gradients that are formed because an operation mixes samples.
-    ``blocks`` are the model's recomputed blocks. When activations exceed ``most_bytes``, they are
-    freed, and a ``TooMuchMemoryError`` is raised after the pass.
+    The function runs a forward pass for ``n_copies`` copies of the sample, and counts the bytes
+    that autograd saves. Two copies also show where an operation mixes samples, because gradients
+    are formed there and need more memory. ``blocks`` are the model's blocks that are recomputed in
+    the backward pass, if any.
+
+    Raises:
+        TooMuchMemoryError: If the activations of one sample need more than ``most_bytes``. The pass
+            then frees what it has saved, so that the check itself doesn't run out of memory.
     """
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     saved: dict[int, int] = {}
@@ -89,7 +95,8 @@ def sample_memory(
         if storage.data_ptr() not in own:
             n_saved += storage.nbytes() - saved.get(storage.data_ptr(), 0)
             saved[storage.data_ptr()] = storage.nbytes()
-        # Saving the tensor itself, or raising an error here, would keep its graph alive forever.
+        # The detached tensor is saved, and no error is raised here. Otherwise the graph would refer
+        # to itself, and would never be freed.
         cell = [tensor.detach()]
         held.append(cell)
         while is_too_much() and held:
@@ -97,7 +104,8 @@ def sample_memory(
         return cell
 
     def unpack(cell: list[Tensor]) -> Tensor:
-        if not cell:  # the model differentiates in its forward pass
+        # A forward pass that differentiates unpacks tensors, which may already be freed.
+        if not cell:
             raise TooMuchMemoryError
         return cell[0]
 
@@ -116,16 +124,18 @@ def sample_memory(
         with contextlib.suppress(UnreadableGraphError):
             plan = plan_of(values, list(parameters.values()), 0)
             shapes = [shape for _, shape in plan.arrivals()]
-            # Gradients with respect to the tensor and then to the parameter are formed.
+            # The factor is 2, because two gradients are formed: first with respect to such a
+            # tensor, then with respect to the parameter from which the tensor is computed.
             activations += 2 * values.element_size() * sum(map(prod, shapes))
     gradients = sum(p.numel() * p.element_size() for p in parameters.values())
     return SampleMemory(activations, gradients)
 
 
 def _pair(batch: Batch) -> Batch:
-    """Return two copies of the first sample, in new storages, because bytes are counted by storage.
+    """Return a batch of two copies of the first sample of ``batch``.
 
-    For texts, the second copy is one token shorter, so that code for padding also runs.
+    The copies have new storages, because memory is counted by storage. For texts, the second copy
+    is one token shorter, so that the model's code for padding also runs.
     """
     if batch.lengths is None:
         pair = batch.mapped(lambda tensor: tensor[:1].expand(2, *tensor.shape[1:]))
@@ -138,7 +148,8 @@ def _pair(batch: Batch) -> Batch:
 def budget_bytes(device: torch.device, memory_mb: int) -> int:
     """Return the bytes that a batch may use: ``memory_mb`` MiB, or 4/5 of a GPU's free memory.
 
-    On a GPU, pieces are larger than on a CPU. The difference is subtracted.
+    Gradients and logits are formed in pieces, which are larger on a GPU than on a CPU. The memory
+    that samples need is estimated with a CPU's pieces, so the difference is subtracted here.
     """
     if device.type == "cuda":
         larger_pieces = (_PIECES + _LOGIT_PIECES) * 4 * (piece_on(device) - PIECE)
@@ -151,11 +162,11 @@ def in_chunks(
 ) -> Iterator[tuple[int, int, T]]:
     """Call ``compute(start, stop)`` for chunks of samples, and halve chunks if memory runs out.
 
-    ``chunk`` is the number of samples in a chunk, or a function that returns this number for the
-    index of the first sample.
+    ``chunk`` is the number of samples in a chunk, or a function that returns this number for a
+    chunk that begins at a given sample index.
 
     Yields:
-        The start, the stop and the result of ``compute`` of each chunk, in order.
+        For each chunk in order: ``start``, ``stop`` and the result of ``compute(start, stop)``.
 
     Raises:
         InputError: If memory runs out for a single sample.
@@ -172,8 +183,8 @@ def in_chunks(
             if stop - start == 1:
                 message = (str(error).splitlines() or [""])[0]
                 raise InputError(
-                    "The gradient of one sample must fit into memory. Memory ran out: "
-                    f"{message} Give the job more memory (on a cluster by "
+                    "The gradient of one sample must fit into memory. Memory ran out with the "
+                    f"error: {message} Give the job more memory (on a cluster, by "
                     "--set-resources RULE:mem_mb=...), or choose fewer `parameters`.",
                     code="gradients.out_of_memory",
                 ) from error
@@ -184,17 +195,18 @@ def in_chunks(
             yield start, stop, result
             start = stop
             continue
-        # By now, the exception has released its tensors.
+        # This runs after the ``except`` block, because the error keeps its tensors alive in there.
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryByLength:
-    """Memory needed to differentiate a sample, by the length of the longest text in its batch.
+    """Memory needed to differentiate a text, by the number of tokens to which it is padded.
 
     ``shortest`` and ``longest`` are the smallest and the largest number of tokens of any text, or 0
-    if all samples have the same shape. ``of_shortest`` and ``of_longest`` are their measurements.
+    if all samples have the same shape. ``of_shortest`` and ``of_longest`` are the memory that was
+    measured for texts of these lengths.
     """
 
     shortest: int
@@ -203,10 +215,11 @@ class MemoryByLength:
     of_longest: SampleMemory
 
     def at(self, length: int) -> SampleMemory:
-        """Return an upper bound for a text in a batch whose longest text has ``length`` tokens.
+        """Return an upper bound of the memory for a text that is padded to ``length`` tokens.
 
-        The activations of n tokens take a n + b n^2 bytes. This function of n is convex, so that
-        linear interpolation between two measurements bounds it from above.
+        The activations of n tokens take about a n + b n^2 bytes, where the square comes from
+        attention. This function of n is convex. Therefore, the straight line through the
+        measurements of the shortest and the longest text bounds it from above.
         """
         low, high = self.of_shortest, self.of_longest
         if self.shortest == self.longest:
@@ -220,15 +233,16 @@ class MemoryByLength:
         return replace(self, of_shortest=low, of_longest=high)
 
     def room(self, device: torch.device, memory_mb: int) -> "MemoryBudget":
-        """Return the current budget, or raise an ``InputError`` if the longest text doesn't fit."""
+        """Return the memory that batches may use. Raise an error if the longest text needs more."""
         budget, needed = budget_bytes(device, memory_mb), self.of_longest.of(1)
         if needed > budget:
             memory, remedy = "compute.memory_mb", "Raise compute.memory_mb"
             if device.type == "cuda":
                 memory, remedy = "The GPU's free memory", "Use a larger GPU"
             raise InputError(
-                f"{memory} must hold the gradient of one sample, about {-(-needed // 2**20)} MiB. "
-                f"Found {budget // 2**20} MiB. {remedy}, or choose fewer `parameters`.",
+                f"{memory} must be at least {-(-needed // 2**20)} MiB, which the gradient of one "
+                f"sample needs. Found {budget // 2**20} MiB. {remedy}, or choose fewer "
+                "`parameters`.",
                 code="gradients.memory_limit",
             )
         return MemoryBudget(self, budget)
@@ -242,7 +256,7 @@ class MemoryBudget:
     budget_bytes: int
 
     def most(self, length: int) -> int:
-        """Return how many samples fit, at least 1, if the longest text has ``length`` tokens."""
+        """Return how many samples, padded to ``length`` tokens, fit into the budget, at least 1."""
         return max(1, self.needed.at(length).most(self.budget_bytes))
 
 

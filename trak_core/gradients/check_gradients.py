@@ -1,7 +1,7 @@
 """Raise an error for samples, labels and gradients that would give meaningless scores.
 
-These are samples that affect each other, labels that the model cannot have learned, and gradients
-that are NaN, infinite, zero for all samples or equal for all samples.
+The functions detect samples that affect each other, labels that the model cannot have learned, and
+gradients that are NaN, infinite, zero for all samples or equal for all samples.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -39,17 +39,18 @@ _LABEL_SHAPES = (
 )
 # A step of a forward pass: a name, and tensors that have one row for each sample.
 _Step = tuple[str, list[Tensor]]
-# Errors of the user's model that are reported instead of raised.
+# Errors that the user's model may raise. They become part of a message instead of being raised.
 _FAILURES = (RuntimeError, ValueError, TypeError, IndexError)
 # Upper bound for the rounding error of a sample's features, relative to their largest entry.
 _ROUNDING = 1e-5
 
 
 def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples) -> None:
-    """Raise an error if f depends on other samples, on random numbers or on padding.
+    """Raise an error if a sample's output depends on other samples, random numbers or padding.
 
-    In evaluation mode, f of the first eight samples is computed in one batch and in eight batches
-    of one sample. If the results differ, the error names the first layer whose output differs.
+    The model output of the first eight samples is computed in one batch, and then in eight batches
+    of one sample. The model is in evaluation mode. If the results differ, the error names the first
+    layer whose output differs.
     """
     batch = as_batch(samples, output).rows(slice(0, _SAMPLES))
     if len(batch) < 2:
@@ -58,22 +59,22 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
         returned, allowed = call_with_rounding(model, batch)
         together, sizes = _read(output, returned, batch)
         tolerance = allowed * (1 + together.abs() + sizes)
-        # A batch of one text has no padding. If f differs, the code below finds out whether padding
-        # is the reason.
+        # A batch of one text has no padding. If the model output f differs for such batches, the
+        # code below finds out whether padding is the reason.
         alone = _one_by_one(model, output, [batch.rows(slice(i, i + 1)) for i in range(len(batch))])
         if _close(together, alone, tolerance):
             return
         returned = batch.given_to(model)
         first, second = (_read(output, returned, batch)[0] for _ in range(2))
-        if not _close(first, second, tolerance):  # f is random for the same return value
+        if not _close(first, second, tolerance):  # f itself, not the model, draws random numbers
             values = f"{float(first[0]):.6g}, then {float(second[0]):.6g}"
             raise random_output(f"{values} for one sample")
         if not _close(together, first, tolerance):
             steps, others = (_steps(model, batch)[0] for _ in range(2))
             layer = _first_difference(steps, others, allowed)
             raise InputError(
-                "The model must return the same numbers every time in evaluation mode. Found "
-                f"different numbers for the same batch. They first differ in {layer}. "
+                "In evaluation mode, the model must return the same numbers for the same batch "
+                f"every time. Found different numbers in two calls. They first differ in {layer}. "
                 "Switch off the randomness of this layer if `module.training` is False.",
                 code="gradients.random_model",
             )
@@ -84,7 +85,7 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
                     raise alone
                 raise InputError(
                     "The model output of a text must not depend on padding, which is added on the "
-                    "right of shorter texts. Found that padding changes f by up to "
+                    "right of shorter texts. Padding changes the model output by up to "
                     f"{_largest_difference(together, alone):.2g}. If tokens attend to later "
                     "tokens, let the model use an input `attention_mask`, or give texts of equal "
                     "length.",
@@ -94,10 +95,10 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
         if isinstance(alone, Exception):
             reason = f"the model fails: {(str(alone).splitlines() or [''])[0]}"
         else:
-            reason = f"f differs by up to {_largest_difference(alone, together):.2g}"
+            reason = f"its output differs by up to {_largest_difference(alone, together):.2g}"
         raise InputError(
-            "The model output of a sample must not depend on other samples of its batch. Found "
-            f"that, for one sample at a time, {reason}. The first layer that mixes samples is "
+            "The model output of a sample must not depend on other samples of its batch. When the "
+            f"model gets one sample at a time, {reason}. The first layer that mixes samples is "
             f"{_likely_layer(model, batch, allowed)}. BatchNorm needs `track_running_stats=True`. "
             "A loss or normalization across the batch has no per-sample gradient.",
             code="gradients.mixed_samples",
@@ -107,7 +108,7 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
 def _one_by_one(
     model: nn.Module, output: ModelOutput, parts: Sequence[Batch]
 ) -> Tensor | Exception:
-    """Return f of batches of one sample, or the error that the user's model raised."""
+    """Return the model output of batches of one sample, or the error that the model raised."""
     try:
         return torch.cat([_read(output, part.given_to(model), part)[0] for part in parts])
     except _FAILURES as error:
@@ -119,7 +120,7 @@ def _largest_difference(a: Tensor, b: Tensor) -> float:
 
 
 def _read(output: ModelOutput, returned: object, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return f of each sample, and the largest absolute value that the model returned for it."""
+    """Return each sample's model output, and the largest absolute value the model gave for it."""
     outputs = output.read(returned)
     n, labels = len(batch), batch.labels
     rows = rows_in(outputs, n)
@@ -139,12 +140,12 @@ def _close(a: Tensor, b: Tensor | Exception, tolerance: Tensor) -> bool:
 
 
 def _alone(batch: Batch, i: int) -> Batch:
-    """Return one sample of a batch, with its padding."""
+    """Return sample ``i`` as a batch of one, still padded to the length of the whole batch."""
     return batch.mapped(lambda tensor: tensor[i : i + 1])
 
 
 def _likely_layer(model: nn.Module, batch: Batch, allowed: float) -> str:
-    """Return the first layer with different results for sample 0 alone and in the batch."""
+    """Return the first layer whose results for sample 0 change if the batch has other samples."""
     alone, failed = _steps(model, _alone(batch, 0))
     if failed is not None:
         return failed
@@ -164,7 +165,7 @@ def _first_difference(steps: Iterable[_Step], others: Iterable[_Step], allowed: 
 
 
 def _steps(model: nn.Module, batch: Batch) -> tuple[list[_Step], str | None]:
-    """Return all modules' arguments and results in order, and the module that failed, if any."""
+    """Return the arguments and results of modules in calling order, and the module that failed."""
     steps: list[_Step] = []
     inside: list[str] = []
     with ExitStack() as stack:
@@ -188,7 +189,7 @@ def _steps(model: nn.Module, batch: Batch) -> tuple[list[_Step], str | None]:
 
 
 def _tensors(tree: Any, n_rows: int) -> list[Tensor]:
-    """Return copies of all tensors with ``n_rows`` rows in nested containers."""
+    """Return copies of the tensors in ``tree``, a nested container, that have ``n_rows`` rows."""
     leaves = pytree.tree_leaves(tree)
     rows = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
     return [leaf.detach().clone() for leaf in rows if len(leaf) == n_rows]
@@ -197,10 +198,11 @@ def _tensors(tree: Any, n_rows: int) -> list[Tensor]:
 def count_classes(
     model: nn.Module, output: ModelOutput, samples: Samples, device: torch.device
 ) -> int | None:
-    """Return the number of classes, at least 2, by calling the model with the first sample.
+    """Return the number of classes of the model's output, by calling it with the first sample.
 
-    The result is None if labels are not classes. The model must be on ``device``. The samples may
-    be on another device. An ``InputError`` is raised if f of the sample can't be computed.
+    The result is at least 2, or None if labels are not classes. The model must be on ``device``,
+    and the samples may be on another device. An ``InputError`` is raised if the model output of the
+    sample can't be computed.
     """
     sample = as_batch(samples, output).rows(slice(0, 1)).mapped(lambda tensor: tensor.to(device))
     with torch.no_grad(), in_evaluation_mode(model):
@@ -209,13 +211,15 @@ def count_classes(
         n_classes = output.n_classes(outputs)
     if n_classes is not None and n_classes < 2:
         raise InputError(
-            "Log-odds of a label need a model that returns one logit for each of at least 2 "
-            f"classes. Found {n_classes}. For a single logit x, let the model return (0, x).",
+            "To compute the log-odds of a label, the model must return one logit for each of at "
+            f"least 2 classes. It returns {n_classes}. Instead of a single logit x, let the model "
+            "return (0, x).",
             code="gradients.too_few_classes",
         )
     _notice_unlikely(output, outputs, sample)
     if output.label_ndim is None:
-        over_samples(output.value, returned, sample.labels)  # raises an error with an explanation
+        # If the output can't be computed, this call raises an error that explains the reason.
+        over_samples(output.value, returned, sample.labels)
     elif sample.labels.ndim == 1 + output.label_ndim:
         label = torch.zeros_like(sample.labels[0])
         try:
@@ -224,9 +228,9 @@ def count_classes(
             shape = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         if shape:
             raise InputError(
-                f"The model output must be one number for each sample. Found {shape}, from a "
-                f"return value of shape {tuple(outputs.shape)} and a label of shape "
-                f"{tuple(label.shape)} for one sample.",
+                f"The model output must be one number for each sample. Found {shape}. For this "
+                f"sample, the model returned shape {tuple(outputs.shape)}, and the label has shape "
+                f"{tuple(label.shape)}.",
                 code="gradients.output_shape",
             )
     return n_classes
@@ -235,13 +239,13 @@ def count_classes(
 def _notice_unlikely(output: ModelOutput, outputs: Any, sample: Batch) -> None:
     """Print a notice if the model seems to return probabilities, or labels seem to be shifted."""
     if any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(outputs)):
-        return  # a fake tensor has no numbers
+        return  # fake tensors have shapes but no values
     is_vector = output.label_ndim == 0 and isinstance(outputs, Tensor) and outputs.numel() > 1
     if is_vector and (outputs >= 0).all() and abs(outputs.sum().item() - 1) < 1e-4:
         notice(
             "the model returns numbers from 0 to 1 that add up to 1, such as the probabilities of "
-            "a softmax. They are used as logits. Let the model return logits, unless training also "
-            "used these numbers as logits."
+            "a softmax. These numbers are used as logits. Let the model return logits, unless "
+            "training also used these numbers as logits."
         )
     tokens = sample.kwargs.get("input_ids", next(iter(sample.args), None))
     if output.predicts_next and tokens is not None and tokens.shape == sample.labels.shape:
@@ -251,8 +255,8 @@ def _notice_unlikely(output: ModelOutput, outputs: Any, sample: Batch) -> None:
         if len(same) > 2 and shifted.all() and not same.all():
             notice(
                 "each label is the next token of the text, so the labels seem to be shifted. The "
-                "model output shifts labels itself, so give the label of each token at the "
-                "position of this token."
+                "model output shifts the labels itself. Therefore, put the label of each token at "
+                "the position of the token."
             )
 
 
@@ -261,9 +265,9 @@ def check_labels(
 ) -> None:
     """Raise an error for labels, shape (batch, ...), that the model cannot have been trained with.
 
-    These are labels of a wrong shape or dtype, classes outside of 0, ..., n_classes - 1, numbers
-    that are not finite, and labels of several entries that are all ``IGNORED``. ``n_classes`` is
-    the result of ``count_classes``.
+    A label must have the shape and dtype that the model output expects. Classes must be 0, ...,
+    n_classes - 1, where ``n_classes`` is the result of ``count_classes``. Other labels must be
+    finite. If a label has several entries, at least one must differ from ``IGNORED``.
     """
     if output.label_ndim is None and (n_classes is None or not output.has_labels):
         return
@@ -298,7 +302,9 @@ def check_labels(
             code="gradients.label_value",
         )
     if has_parts:
-        if output.label_ndim is None:  # then ``label_number`` may be a class, such as 0
+        # ``label_number`` counts entries only if ``label_ndim`` is known. Otherwise, it may be the
+        # class itself, so that class 0 would look like an empty label.
+        if output.label_ndim is None:
             is_empty = (labels.reshape(len(labels), -1) == IGNORED).all(1)
         else:
             is_empty = vmap(output.label_number)(labels) == 0
@@ -306,14 +312,14 @@ def check_labels(
         if empty:
             where = ", after its first token" if output.predicts_next else ""
             raise InputError(
-                f"A label must have an entry other than {IGNORED}{where}. Found none in "
-                f"sample {sample_ids[empty[0]]}.",
+                f"A label must have an entry other than {IGNORED}{where}. The label of sample "
+                f"{sample_ids[empty[0]]} has no such entry.",
                 code="gradients.empty_label",
             )
 
 
 def check_finite(result: PerSample, sample_ids: Sequence[object]) -> None:
-    """Raise an error that names samples and parameters if a gradient or f is not finite."""
+    """Raise an error that names samples and parameters if a gradient or output is not finite."""
     bad = {
         name: ~torch.isfinite(block.reshape(len(block), -1)).all(dim=1)
         for name, block in result.gradients.items()
@@ -329,9 +335,10 @@ def explain_not_finite(
     samples: Samples,
     sample_ids: Sequence[object],
 ) -> None:
-    """Differentiate the samples again, one by one, and raise the error of ``check_finite``."""
+    """Differentiate samples again, one by one, and raise an error that names gradients with NaN."""
     batch = as_batch(samples, output)
-    # A digest has a bad entry if and only if the gradient has one, because float64 can't overflow.
+    # A digest consists of products with the gradients. Products of float32 numbers don't overflow
+    # in float64, so a digest has an entry that isn't finite if and only if the gradient has one.
     digest = Digest.zeros(parameters, len(batch), torch.float64)
     outputs, *_ = gradients_one_by_one(model, parameters, output, batch, digest)
     bad = {name: ~torch.isfinite(products).all(dim=1) for name, products in digest.rows.items()}
@@ -357,18 +364,18 @@ def _refuse_bad(
             overflow = " float16 overflows above 65504. Use bfloat16 or float32 weights."
         raise InputError(
             "Per-sample gradients must be finite. Found NaN or infinity for the samples "
-            f"{listed(bad_ids)} in {listed(names)}. Look for bad values in these samples and in "
-            f"the checkpoint.{overflow}",
+            f"{listed(bad_ids)} in {listed(names)}. Look for NaN, infinity and very large numbers "
+            f"in these samples and in the checkpoint.{overflow}",
             code="gradients.not_finite",
         )
 
 
 def refuse_not_finite(sample_ids: Sequence[object], numbers: str) -> None:
-    """Raise an ``InputError`` whose message starts with ``numbers``, such as "Outputs"."""
+    """Raise an error about NaN or infinity in ``numbers``, a noun such as "Model outputs"."""
     bad_ids = list(dict.fromkeys(map(str, sample_ids)))
     raise InputError(
         f"{numbers} must be finite. Found NaN or infinity for the samples {listed(bad_ids)}. "
-        "Look for bad values in these samples and in the checkpoint.",
+        "Look for NaN, infinity and very large numbers in these samples and in the checkpoint.",
         code="gradients.values_not_finite",
     )
 
@@ -376,18 +383,20 @@ def refuse_not_finite(sample_ids: Sequence[object], numbers: str) -> None:
 def check_finite_gramian(
     gramian: np.ndarray, row_ids: Sequence[object], ids: Sequence[object]
 ) -> None:
-    """Raise an error if rows or columns of an (n, m) Gramian are NaN or infinite."""
+    """Raise an error if an inner product of gradients, shape (n, m), is NaN or infinite."""
     bad = ~np.isfinite(gramian)
     if bad.any():
         rows, columns = (np.flatnonzero(bad.all(axis=axis)).tolist() for axis in (1, 0))
-        if not (rows or columns):  # gradients are finite, but inner products overflow
+        # A gradient that isn't finite spoils a whole row or column. Otherwise, gradients are
+        # finite, but some inner products overflow.
+        if not (rows or columns):
             rows = np.flatnonzero(bad.any(axis=1)).tolist()
         bad_ids = [row_ids[i] for i in rows] + [ids[i] for i in columns]
         refuse_not_finite(bad_ids, "Inner products of gradients")
 
 
 class Variety:
-    """Count samples with gradient zero, and compare all samples with the first.
+    """Count samples whose gradient is zero, and check whether all samples have the same gradient.
 
     Attributes:
         n_samples: Number of samples so far.
@@ -401,7 +410,7 @@ class Variety:
         self._first: np.ndarray | None = None
 
     def add(self, rows: np.ndarray) -> None:
-        """Add features of n samples, or their inner products with all samples, shape (n, k)."""
+        """Add n samples, given by features or by inner products with all samples, shape (n, k)."""
         first = rows[0].astype(np.float64) if self._first is None else self._first
         self._first = first
         self.n_samples += len(rows)
@@ -415,20 +424,20 @@ class Variety:
         """Raise an error if the gradients of several samples are all zero. Warn if most are zero.
 
         With ``must_differ``, also raise an error if the gradients of several samples are all equal.
-        (Targets may contain the same sample twice.) ``samples`` names the samples in messages.
+        Targets are checked without it, because they may contain the same sample twice. ``samples``
+        is the noun for the samples in messages, such as "training samples".
         """
         n = self.n_samples
         if n > 1 and self.n_zero == n:
             raise InputError(
-                f"Gradients must not be 0 for every sample. Found zeros for all {n} {samples}. All "
-                "scores would be 0. Look for `parameters` on which the model output "
+                f"Gradients must not be 0 for every sample. They are 0 for all {n} {samples}, so "
+                "that all scores would be 0. Look for `parameters` on which the model output "
                 "doesn't depend, layers whose weights are 0 in the checkpoint, and a `detach()`.",
                 code="gradients.all_zero",
             )
         if n > 1 and self.are_alike and must_differ:
             raise InputError(
-                f"Gradients must differ between samples. Found equal gradients for all {n} "
-                f"{samples}. "
+                f"Gradients must differ between samples. They are equal for all {n} {samples}. "
                 "Look for a data set that always returns the same sample, a model that ignores its "
                 "input, and `parameters` with a constant gradient, such as a regression's bias.",
                 code="gradients.all_alike",
@@ -436,6 +445,6 @@ class Variety:
         if 2 * self.n_zero > n:
             print_line(
                 f"Warning: the gradients of {self.n_zero} of {n} {samples} are 0 in every entry, "
-                "and so are their scores. Look for layers with gradient 0, such as a ReLU whose "
-                "inputs are all negative."
+                "so the scores of these samples are 0. Look for layers with gradient 0, such as a "
+                "ReLU whose inputs are all negative."
             )

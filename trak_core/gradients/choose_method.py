@@ -33,11 +33,11 @@ from trak_core.gradients.one_pass import plan_of
 from trak_core.model_outputs.model_output import ModelOutput, over_samples
 from trak_core.runtime.progress import print_line
 
-# Below this number of parameters, plain autograd is rarely slower than ``gradients_in_turn``
-# (RESULTS.md, "Ways to gradients"), because the gradients fit into a core's caches.
+# Below this number of parameters, plain autograd for each sample is rarely slower than
+# ``gradients_in_turn`` (RESULTS.md, "Ways to gradients"), because gradients fit into CPU caches.
 _LEAST_PARAMETERS = 8_000_000
-# A difference counts as a rounding error only if it shrinks from float32 to float64 by at least the
-# ratio of the two machine epsilons, divided by this factor.
+# From float32 to float64, rounding errors shrink by about the ratio of the two machine epsilons. A
+# difference counts as a rounding error if it shrinks by at least this ratio divided by ``_FAR``.
 _FAR = 10
 
 _Given = tuple[nn.Module, dict[str, nn.Parameter], ModelOutput, Batch]
@@ -51,7 +51,7 @@ def gradient_method(
     *,
     reads_terms: bool = False,
 ) -> GradientMethod:
-    """Return the method of ``choose_method``, and print its notice."""
+    """Return the method that ``choose_method`` returns, and print its notice if there is one."""
     method, notice = choose_method(model, parameters, output, samples, reads_terms=reads_terms)
     if notice is not None:
         print_line(f"Notice: {notice}")
@@ -66,16 +66,18 @@ def choose_method(
     *,
     reads_terms: bool = False,
 ) -> tuple[GradientMethod, str | None]:
-    """Choose the fastest method that computes the gradients of autograd for the first two samples.
+    """Choose the fastest method whose gradients of the first two samples equal those of autograd.
 
-    ``reads_terms`` says whether the consumer needs the gradients as factors.
+    ``reads_terms`` says whether the consumer of the gradients reads the terms of single tokens.
+    Plain autograd doesn't compute these terms.
 
     Returns:
         The method, and a notice that explains the choice, or None. Usually, the method is
-        ``gradients_at_once``. It is ``gradients_in_turn`` for one sample, or if an operation mixes
-        samples. It is ``gradients_one_by_one``, plain autograd, if the graph can't be read, if
-        gradients differ by more than rounding errors, or if an operation of a small model mixes
-        samples and the consumer doesn't read terms.
+        ``gradients_at_once``. It is ``gradients_in_turn`` if there is only one sample, or if an
+        operation mixes samples. It is ``gradients_one_by_one``, which calls autograd for each
+        sample, in three cases: the graph can't be read, the other methods' gradients differ by more
+        than rounding errors, or an operation mixes samples in a small model whose consumer doesn't
+        read terms.
     """
     pair = as_batch(samples, output).rows(slice(0, 2))
     given = model, parameters, output, pair
@@ -112,10 +114,11 @@ def choose_method(
 def _compare(given: _Given, method: GradientMethod) -> tuple[bool, str | None]:
     """Return whether a method agrees with autograd up to rounding, and describe the difference.
 
-    In float32, rounding may change the sign of a ReLU's input. Then the difference is large
+    In float32, rounding may change the sign of a ReLU's input, so that gradients differ much
     although both methods are correct. A large difference is therefore computed again in float64. If
-    rounding is the cause, the difference shrinks by the ratio of the machine epsilons. If a formula
-    is wrong or loses digits by cancellation, the difference doesn't shrink enough.
+    rounding is the cause, the difference shrinks by the ratio of the two machine epsilons. If a
+    formula is wrong, or loses digits by cancellation, it shrinks less. The description is None if
+    there is no large difference.
     """
     model, *_, pair = given
     plain, allowed = _digest(given, gradients_one_by_one), least_rounding(model)
@@ -126,9 +129,9 @@ def _compare(given: _Given, method: GradientMethod) -> tuple[bool, str | None]:
             with torch.no_grad(), in_evaluation_mode(model):
                 _, allowed = call_with_rounding(model, pair)
         if not apart > allowed:
-            continue  # If both have NaN, a later check raises an error.
+            continue  # also if both methods give NaN, for which a later check raises an error
         if apart == math.inf:
-            return False, f"gives NaN or infinity where autograd doesn't, in {name}"
+            return False, f"gives NaN or infinity where autograd doesn't, for parameter {name}"
         said = f"differs from autograd by {apart:.1g} of the largest entry, in {name}"
         try:
             exact, exact_name = _difference_in_float64(first, method)
@@ -143,7 +146,7 @@ def _compare(given: _Given, method: GradientMethod) -> tuple[bool, str | None]:
 
 
 def _difference_in_float64(given: _Given, method: GradientMethod) -> tuple[float, str]:
-    """Return the largest difference from plain autograd in float64, and its parameter's name."""
+    """Return the largest difference from autograd in float64, and the name of its parameter."""
     model, parameters, output, pair = given
     copies: dict[int, nn.Parameter] = {}
     double = copy.deepcopy(model, copies).double()
@@ -168,10 +171,11 @@ def _in_short(error: Exception) -> str:
 def _mixing_operations(
     model: nn.Module, parameters: dict[str, nn.Parameter], output: ModelOutput, pair: Batch
 ) -> str | None:
-    """Return a phrase that names the operations that mix samples, or None if none does.
+    """Return a phrase that names the operations that mix samples, or None if there are none.
 
-    Gradients are formed at tensors that depend on parameters alone, and at inputs of operations
-    that mix samples. Only the latter differ in number or shape between two and three samples.
+    Per-sample gradients are formed for tensors that depend on parameters alone, and for inputs of
+    operations that mix samples. A batch of three samples differs from a batch of two only in the
+    number or shapes of the latter, so the comparison of two such batches reveals these operations.
     """
     arrivals: list[Counter[tuple[str, tuple[int, ...]]]] = []
     for n in (2, 3):
@@ -185,4 +189,4 @@ def _mixing_operations(
         del outputs, values, plan  # free the graph
     two, three = arrivals
     names = dict.fromkeys(name for name, _ in [*(two - three), *(three - two)])
-    return f"cannot tell samples apart below: {', '.join(names)}" if names else None
+    return f"cannot tell samples apart in these operations: {', '.join(names)}" if names else None

@@ -18,9 +18,10 @@ from trak_core.gradients.gradient_terms import (
     prefers_inner_products,
 )
 
-# From this number of input channels on, a product for each kernel position is faster than patches.
+# With at least this number of input channels, one matrix product for each position in the kernel is
+# faster than copying the image patches under the kernel.
 _BY_PLACE_CHANNELS = 8
-# From this number of input channels on, torch's convolution forms gradients faster than patches.
+# With at least this number of input channels, torch's convolution kernel forms gradients faster.
 _BY_LIBRARY_CHANNELS = 4
 # The gradient of a convolution's weight, for kernels of 1, 2 and 3 dimensions.
 _WEIGHT_GRADIENTS: list[Callable[..., Tensor]] = [conv1d_weight, conv2d_weight, conv3d_weight]
@@ -30,13 +31,15 @@ _WEIGHT_GRADIENTS: list[Callable[..., Tensor]] = [conv1d_weight, conv2d_weight, 
 class Patches(Contribution):
     """Gradients with respect to a convolution's weight, shape (outputs, inputs / groups, *kernel).
 
-    A convolution is a linear layer on patches of its input (im2col, ``torch.nn.Unfold``):
+    A convolution is a linear layer on patches of its input x (im2col, ``torch.nn.Unfold``). Let
+    delta_t be the gradient with respect to the output's pixel t. Then the gradient of sample i is
 
-        dW_i[o, c, k] = sum_t delta_t[o] x_{s t + d k}[c]    (stride s, dilation d, pixel t)
+        dW_i[o, c, k] = sum_t delta_t[o] x_{s t + d k}[c]    (stride s, dilation d)
 
-    Patches overlap, so that all of them take much more memory than the input. They are formed for
-    some channels c at a time, or read from the shifted input for one kernel position k at a time.
-    ``gradients`` is delta, shape (C, B, V, outputs, *output size).
+    for output channel o, input channel c and kernel position k. Patches overlap, so that all of
+    them would take much more memory than x. They are formed for some channels c at a time, or read
+    from the shifted x for one position k at a time. This differs from autograd, whose kernel also
+    sums over the samples i. ``gradients`` is delta, shape (C, B, V, outputs, *output size).
     """
 
     images: Tensor  # x, shape (B, V, inputs, *size), with V images for each sample
@@ -88,9 +91,10 @@ class Patches(Contribution):
         return torch.cat(parts, dim=2).flatten(0, 1).flatten(1)
 
     def _by_library(self, first: int, last: int) -> Tensor:
-        """Return the gradients, by torch's kernel for a convolution with B * ``groups`` groups.
+        """Return gradients with respect to output channels first, ..., last - 1, by torch's kernel.
 
-        The samples are read as channels, so that the grouped convolution doesn't sum over them.
+        torch's kernel sums over samples, but not over groups. Therefore, the B samples are read as
+        the channels of one image, in a convolution with B * ``groups`` groups.
         """
         gradients, images = self.gradients[0, :, 0, first:last], self.images[:, 0]
         n_samples, outputs = gradients.shape[:2]
@@ -101,13 +105,13 @@ class Patches(Contribution):
         return grouped.reshape(n_samples, -1)
 
     def _gradients_of(self, group: int) -> Tensor:
-        """Return one group's delta, shape (C, B, outputs / groups, V x pixels)."""
+        """Return the output gradients of one group, shape (C, B, outputs / groups, V x pixels)."""
         n = self.gradients.shape[3] // self.groups
         part = self.gradients[:, :, :, group * n : (group + 1) * n].flatten(4)
         return part.transpose(2, 3).flatten(3)
 
     def _patches(self, group: int, part: slice) -> Tensor:
-        """Return patches of some channels of a group, shape (B, channels x window, V x pixels)."""
+        """Return patches of some input channels, shape (B, channels x window, V x pixels)."""
         first = group * (self.images.shape[2] // self.groups)
         images = self.images[:, :, first + part.start : first + part.stop]
         images = F.pad(images, [n for size in self.padding[::-1] for n in (size, size)])
@@ -124,9 +128,10 @@ class Patches(Contribution):
     def _by_place(self) -> Iterator[Tensor]:
         """Yield the gradients of the weights at each kernel position, shape (rows, entries).
 
-        delta is padded to the input's width, so that the input shifted by k is a slice of the
-        flattened input. With a stride s, the input is split into s interleaved images (phases).
-        Kernel position k reads phase k mod s.
+        The output gradients are padded to the input's width. Then both images have the same layout
+        in memory, so that the input shifted to a kernel position is a slice of the flattened input.
+        With a stride s, the input is split into s interleaved images (phases). Kernel position k
+        reads phase k mod s.
         """
         c, b, _, outputs = self.gradients.shape[:4]
         phases = self._phases()
@@ -155,7 +160,7 @@ class Patches(Contribution):
                     yield torch.bmm(own, inputs.repeat(c, 1, 1) if c > 1 else inputs).flatten(1)
 
     def _phases(self) -> Tensor:
-        """Return the phases of the padded images, shape (*stride, B, inputs, *size / stride)."""
+        """Return the padded images, split by stride: (*stride, B, inputs, *size / stride)."""
         images = self.images[:, 0]
         margins = [
             (pad, pad + -(size + 2 * pad) % step)

@@ -1,7 +1,7 @@
 """Select the parameters to differentiate, and prepare a model and autograd.
 
-Some kernels and settings of torch, and caches of models, are switched off, because gradients of f
-would be wrong with them, or the graph could not be read.
+Some kernels and settings of torch, and caches of models, are switched off. With them, gradients
+would be wrong, or autograd's graph could not be read.
 """
 
 import contextlib
@@ -26,9 +26,9 @@ from trak_core.gradients.graph import Node, nodes_below, strides
 def in_evaluation_mode(model: nn.Module) -> Generator[None, None, None]:
     """Run with the model in evaluation mode, and restore each module's mode afterwards.
 
-    The settings in ``plain_layers`` and the inference kernels of torch's transformer layers, which
-    build no graph, are switched off. Caches of tensors that are computed from parameters are
-    emptied.
+    The features in ``plain_layers`` are switched off. So are the inference kernels of torch's
+    transformer layers, because they build no graph. Caches of tensors that are computed from
+    parameters are emptied.
     """
     modules = list(model.modules())
     training = [module for module in modules if module.training]
@@ -64,7 +64,7 @@ def _empty_caches(modules: Iterable[nn.Module]) -> None:
 
 @contextlib.contextmanager
 def graph_to(model: nn.Module, parameters: Iterable[nn.Parameter]) -> Generator[None, None, None]:
-    """Run with a graph for these parameters only, so that nothing is saved for others."""
+    """Run with gradients enabled for ``parameters`` only, so that less is saved for others."""
     chosen = {id(parameter) for parameter in parameters}
     others = [p for p in model.parameters() if p.requires_grad and id(p) not in chosen]
     try:
@@ -81,7 +81,7 @@ def graph_to(model: nn.Module, parameters: Iterable[nn.Parameter]) -> Generator[
 def differentiating(
     model: nn.Module, parameters: Iterable[nn.Parameter]
 ) -> Generator[None, None, None]:
-    """Run in evaluation mode, with a graph for these parameters only."""
+    """Run with the model in evaluation mode, and with gradients enabled for ``parameters`` only."""
     with in_evaluation_mode(model), graph_to(model, parameters):
         yield
 
@@ -90,9 +90,9 @@ def check_graph(values: Tensor) -> None:
     """Raise an error for a model output that depends on no parameter."""
     if not values.requires_grad:
         raise InputError(
-            "The model output must depend on a parameter that is differentiated. Found none. "
-            "Choose other `parameters`. Avoid `no_grad()`, `inference_mode()`, `detach()` and "
-            "`torch.autograd.grad` without `create_graph=True` in the model.",
+            "The model output must depend on at least one of the parameters to differentiate. It "
+            "depends on none. Choose other `parameters`. In the model, avoid `no_grad()`, "
+            "`inference_mode()`, `detach()` and `torch.autograd.grad` without `create_graph=True`.",
             code="gradients.no_graph",
         )
 
@@ -100,11 +100,11 @@ def check_graph(values: Tensor) -> None:
 def select_parameters(model: nn.Module, patterns: Sequence[str] | None) -> dict[str, nn.Parameter]:
     """Return the parameters to differentiate, in ``named_parameters`` order.
 
-    A pattern selects the matching parameters that have ``requires_grad``. If there are none, it
-    selects matching frozen parameters and sets their ``requires_grad``. For example, if only
-    adapters are trained, ``*layers.0.*`` selects the adapter of layer 0. Patterns are shell-style
-    (``layer4.*``) and match full names. If ``patterns`` is None, all parameters with
-    ``requires_grad`` are selected.
+    Patterns are shell-style (``layer4.*``) and must match full names. A pattern selects the
+    matching parameters that have ``requires_grad``. For example, if only adapters are trained,
+    ``*layers.0.*`` selects the adapter of layer 0. If all matching parameters are frozen, the
+    pattern selects them, and their ``requires_grad`` is set. If ``patterns`` is None, all
+    parameters with ``requires_grad`` are selected.
 
     Raises:
         InputError: If a pattern matches no parameter, if nothing is selected, if a parameter is not
@@ -114,17 +114,18 @@ def select_parameters(model: nn.Module, patterns: Sequence[str] | None) -> dict[
     lazy = [name for name, tensor in tensors if is_lazy(tensor)]
     if lazy:
         raise InputError(
-            "All parameters must have shapes when make_model() returns the model. Found no shape "
-            f"for {listed(lazy)}. Call lazy modules on a sample in make_model().",
+            "All parameters must have shapes when make_model() returns the model. These have no "
+            f"shape yet: {listed(lazy)}. Call lazy modules on a sample in make_model().",
             code="gradients.lazy_parameter",
         )
     named = dict(model.named_parameters())
     trainable = [name for name, parameter in named.items() if parameter.requires_grad]
     if patterns is None and not trainable:
         raise InputError(
-            f"The model must have a parameter with requires_grad. Found none among {len(named)}. "
-            "Set `parameters` in the config to the parameters to differentiate, which may be "
-            'frozen, such as ["*lora_*"]. Or don\'t freeze all parameters in make_model().',
+            "At least one parameter of the model must have requires_grad. All of its "
+            f"{len(named)} parameters are frozen. Set `parameters` in the config to the parameters "
+            'to differentiate, which may be frozen, such as ["*lora_*"], or don\'t freeze all '
+            "parameters in make_model().",
             code="gradients.no_parameter",
         )
     chosen = set(trainable)
@@ -135,9 +136,9 @@ def select_parameters(model: nn.Module, patterns: Sequence[str] | None) -> dict[
     if wrong:
         raise InputError(
             "Parameters that are differentiated must be real floating-point numbers. Found "
-            f"{listed(wrong)}. Exclude these parameters from `parameters`, or load the model "
-            "without quantization. Instead of a complex parameter w, store `torch.view_as_real(w)` "
-            "in the model and in checkpoints, and call `torch.view_as_complex` in forward.",
+            f"{listed(wrong)}. Exclude these from `parameters`, or load the model without "
+            "quantization. For a complex parameter w, store `torch.view_as_real(w)` in the model "
+            "and in checkpoints, and call `torch.view_as_complex` in forward.",
             code="gradients.parameter_dtype",
         )
     for parameter in selected.values():
@@ -150,14 +151,14 @@ def _matches(pattern: str, trainable: list[str], named: dict[str, nn.Parameter])
         if matching := [name for name in names if fnmatch.fnmatchcase(name, pattern)]:
             return matching
     raise InputError(
-        "Every pattern under `parameters` must match the name of a parameter. Found "
-        f"{pattern!r}, which matches none of {listed(named) or 'no parameters'}.",
+        "Every pattern under `parameters` must match the name of a parameter. "
+        f"{pattern!r} matches none of the names: {listed(named) or 'there are no parameters'}.",
         code="gradients.unmatched_pattern",
     )
 
 
 def refuse_hooks(model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
-    """Raise an error if there are backward hooks, because ``torch.func`` would not call them."""
+    """Raise an error if the model has backward hooks, which ``torch.func`` would not call."""
     hooked = [name for name, parameter in parameters.items() if parameter._backward_hooks]
     hooked += [
         name or "the model itself"
@@ -166,14 +167,15 @@ def refuse_hooks(model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
     ]
     if hooked:
         raise InputError(
-            "Parameters and modules must have no backward hooks for torch.vmap. Found hooks on "
-            f"{listed(hooked)}. Go one by one, or remove the hooks.",
+            "Parameters and modules must have no backward hooks, because torch.vmap doesn't call "
+            f"them. Found hooks on {listed(hooked)}. Differentiate one sample at a time, or remove "
+            "the hooks.",
             code="gradients.hooks",
         )
 
 
 def n_params(parameters: dict[str, nn.Parameter]) -> int:
-    """Return p, the number of entries of the parameters."""
+    """Return the total number of entries of all parameters."""
     return sum(p.numel() for p in parameters.values())
 
 
@@ -181,9 +183,10 @@ def n_params(parameters: dict[str, nn.Parameter]) -> int:
 def plain_layers() -> Generator[None, None, None]:
     """Run without some features of torch that change gradients or hide the graph.
 
-    Embeddings have dense gradients, without ``scale_grad_by_freq``. ``torch.utils.checkpoint``
-    calls its function directly, because recomputed activations can be read only once. Compiled code
-    runs eagerly. The model's output doesn't change.
+    The model's output doesn't change. Embeddings get dense gradients without
+    ``scale_grad_by_freq``, which would scale a sample's gradient by counts over the batch.
+    ``torch.utils.checkpoint`` calls its function directly, because activations that it recomputes
+    can be read only once. Compiled code runs eagerly, because its graph has no single operations.
     """
     embedding, embedding_bag = torch.embedding, torch.embedding_bag
 
@@ -196,7 +199,7 @@ def plain_layers() -> Generator[None, None, None]:
         return embedding_bag(weight, indices, offsets, False, mode, False, *others, **named)
 
     def do_nothing(*_: Any, **__: Any) -> Generator[None, None, None]:
-        """Replace the code that torch runs before and after a checkpointed function."""
+        """Stand in for the code that torch runs before and after a checkpointed function."""
         yield
 
     direct_call = SimpleNamespace(apply=lambda function, _, *arguments: function(*arguments))
@@ -221,16 +224,18 @@ def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
 
 @contextlib.contextmanager
 def memory_formats_kept_apart(values: Tensor) -> Generator[None, None, None]:
-    """Run backward passes from ``values`` that avoid a wrong result of torch's BatchNorm kernel.
+    """Avoid wrong gradients of torch's BatchNorm in backward passes from ``values``.
 
     torch's CPU kernel reads gradient and input in memory order if both are dense and their strides
     suggest the same memory format. A dimension of size 1, such as the batch dimension of one
     sample, may have any stride, so a channels-last gradient can look channels-first. Gradients with
-    respect to the layer's input are then wrong, without an error. Hooks add a gap in memory to such
-    gradients, for which torch uses a kernel that respects strides. Other gradients are unchanged,
-    bit for bit. InstanceNorm, which torch computes by BatchNorm with one sample, is affected too.
+    respect to the layer's input are then wrong, without an error. Hooks on the graph give such
+    gradients a gap in memory, so that torch uses a kernel that respects strides. Other gradients
+    are unchanged, bit for bit. InstanceNorm is affected too, because torch computes it as a
+    BatchNorm of one sample.
     """
-    # Hooks must be removed, because a hook and its node refer to each other.
+    # The hooks are removed at the end, because a hook and its node refer to each other and would
+    # stay in memory.
     with ExitStack() as hooks:
         for node in nodes_below(values.grad_fn) if values.grad_fn is not None else []:
             if node.name() == "NativeBatchNormBackward0":
@@ -240,7 +245,8 @@ def memory_formats_kept_apart(values: Tensor) -> Generator[None, None, None]:
 
 def _with_gap(node: Node, gradients: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
     gradient, *others = gradients
-    # The raw tensor is read, because a recomputed saved tensor can be unpacked only once.
+    # The raw tensor is read without unpacking it, because a saved tensor that is recomputed can be
+    # unpacked only once.
     if 1 not in gradient.shape or not _may_be_confused(gradient, node._raw_saved_input.data):
         return None
     return (torch.nn.functional.pad(gradient, (0, 1))[..., :-1], *others)

@@ -11,7 +11,7 @@ from trak_core.gradients.gradient_terms import Consumer, Contribution, summed_pa
 
 
 class _Rows(Consumer):
-    """A consumer with one total for each parameter, which stays 0 if f doesn't depend on it."""
+    """A consumer with one total per parameter, which stays 0 if the output doesn't depend on it."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], totals: Sequence[Tensor]):
         self._names = list(parameters)
@@ -25,7 +25,7 @@ class _Rows(Consumer):
 
 
 class Formed(_Rows):
-    """A consumer that stores whole gradients, shape (batch, *shape) each."""
+    """A consumer that stores the whole gradients of each parameter, shape (batch, *shape)."""
 
     @classmethod
     def zeros(cls, parameters: Mapping[str, nn.Parameter], n_samples: int) -> Self:
@@ -33,7 +33,7 @@ class Formed(_Rows):
 
     @classmethod
     def adding_to(cls, rows: Tensor, parameters: Mapping[str, nn.Parameter]) -> Self:
-        """Return a consumer that adds the gradients to ``rows``, shape (batch, p)."""
+        """Return a consumer that adds gradients to ``rows``, shape (batch, parameters' entries)."""
         return cls(parameters, rows.split([p.numel() for p in parameters.values()], dim=1))
 
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
@@ -43,11 +43,12 @@ class Formed(_Rows):
 
 
 class Digest(_Rows):
-    """A consumer that stores products G_i v, by which gradients of two methods are compared.
+    """A consumer that stores products of gradients and random vectors, to compare two methods.
 
-    G_i is sample i's gradient with respect to a parameter, as a matrix: all dimensions except the
-    first are flattened. The vector v has standard normal entries. For each parameter, the products
-    have shape (batch, rows of G_i) and at least the given dtype.
+    Let G_i be sample i's gradient with respect to a parameter, as a matrix: all dimensions except
+    the first are flattened. The vector v has standard normal entries, which are the same in every
+    digest. The products G_i v, shape (batch, rows of G_i), need far less memory than the gradients,
+    but almost surely differ if the gradients differ.
     """
 
     @classmethod
@@ -78,10 +79,10 @@ class Digest(_Rows):
             total[:, first // width : first // width + rows.shape[1]] += rows
 
     def difference(self, other: Self) -> tuple[float, str]:
-        """Return the largest difference from another digest, and the name of its parameter.
+        """Return the largest difference from ``other``, and the parameter where it was found.
 
-        The difference is relative to the other digest's largest entry. It is infinity if an entry
-        is finite only in the other digest, and NaN if an entry is finite in neither digest.
+        The difference is relative to the largest entry of ``other``. It is infinity if an entry is
+        finite only in ``other``, and NaN if an entry is finite in neither digest.
         """
         largest = max((float(b.abs().max()) for b in other.totals if b.numel()), default=0)
         differences = [(0.0, "no parameter")]

@@ -1,7 +1,8 @@
 """Compute the contribution of each operation to the per-sample gradients of its parameters.
 
-Let delta = df/dy be the gradient of an operation's output y, and let t run over the positions of
-sample i (tokens, pixels, or a single position). Let x be the operation's saved input. Then:
+Let delta = df/dy be the gradient of the model output f with respect to an operation's output y. Let
+x be the input that the operation has saved, and let t run over the positions of sample i (tokens,
+pixels, or a single position). The gradients of sample i are:
 
     y = W x + b        dW_i = sum_t delta_t x_t^T,   db_i = sum_t delta_t
     convolution        the same formulas; x_t is the patch of the image under the kernel at pixel t
@@ -9,8 +10,8 @@ sample i (tokens, pixels, or a single position). Let x be the operation's saved 
     normalization      dgamma_i = sum_t delta_t * (x_t - mean) / std,   dbeta_i = sum_t delta_t
     y = w + x, w * x   dw_i = sum_t delta_t,   sum_t delta_t * x_t
 
-The only difference from autograd is that autograd sums over i as well. Operations without a formula
-are differentiated once for each sample (``one_pass._by_operation``).
+These are the formulas of autograd, except that autograd also sums over the samples i. Operations
+without a formula are differentiated once for each sample (``one_pass._by_operation``).
 """
 
 import itertools
@@ -27,16 +28,17 @@ from trak_core.gradients.gradient_terms import Contribution, Dense, Lookup, Oute
 from trak_core.gradients.graph import Edge, Layout, locate, name_of, shape_of
 from trak_core.gradients.margins_in_pieces import head_factors
 
-# Number of entries that a CPU multiplies and sums at a time. They fit into a core's cache.
+# Number of entries that a CPU multiplies and sums at a time. So many fit into a core's cache, which
+# makes the sum faster than with products of all samples in main memory.
 _CACHED = 2**18
 
 
 class Use(NamedTuple):
-    """A crossing: an operation's input that samples share, such as a weight.
+    """The use of a tensor that samples share, such as a weight, as an input of an operation.
 
-    ``gradient`` is delta, the gradients of C values for each sample with respect to the operation's
-    output, shape (C, *shape). Samples lie along the output's dimension ``dim``, with ``width``
-    consecutive indices for each sample.
+    ``gradient`` has shape (C, *shape of the operation's output). It is the gradient of C values for
+    each sample with respect to the output. Samples lie along the output's dimension ``dim``, with
+    ``width`` consecutive indices for each sample.
     """
 
     edge: Edge
@@ -46,7 +48,7 @@ class Use(NamedTuple):
     layout: Layout
 
     def saved(self, name: str, *default: Any) -> Any:
-        """Return a value that the operation saved for its backward pass, or else the default."""
+        """Return the value ``name`` that the operation has saved, or else the default."""
         return getattr(self.edge.user, f"_saved_{name}", *default)
 
     @property
@@ -54,11 +56,14 @@ class Use(NamedTuple):
         return shape_of(self.edge.node, self.edge.number)
 
     def by_sample(self, tensor: Tensor, dim: int, lead: int) -> Tensor:
-        """Split a tensor with ``lead`` dimensions before the output's dimensions by samples.
+        """Split a tensor along the output's dimension ``dim`` into the B samples.
+
+        The tensor has the output's dimensions after ``lead`` other dimensions.
 
         Returns:
             The tensor with a new dimension of size B after the first ``lead`` dimensions. Dimension
-            ``dim`` of the output then has only the indices of one sample, padded with zeros.
+            ``dim`` then has the indices of one sample. If samples have different numbers of
+            indices, it is padded with zeros.
         """
         if self.layout.n_samples == 1:
             return tensor.unsqueeze(lead)
@@ -84,7 +89,7 @@ class Use(NamedTuple):
 
 
 def own_indices(owners: Tensor, n_samples: int) -> Tensor:
-    """Return the indices that each sample owns, padded with -1 to the same length, shape (B, n)."""
+    """Return the indices where ``owners`` is i, for each sample i, padded with -1 to one length."""
     order = torch.argsort(owners, stable=True)
     order = order[owners[order] >= 0]
     counts = torch.bincount(owners[order], minlength=n_samples)
@@ -95,17 +100,18 @@ def own_indices(owners: Tensor, n_samples: int) -> Tensor:
 
 
 def has_form(edge: Edge) -> bool:
-    """Return whether there is a closed form for this operation, at least for most crossings."""
+    """Return whether there is a formula for the edge's operation, even if it may not apply."""
     return name_of(edge.user) in _FORMS
 
 
 def closed_forms(
     edges: Sequence[Edge], gradients: dict[int, Tensor], layouts: dict[int, Layout]
 ) -> Iterator[Contribution | None]:
-    """Yield the contribution of each crossing of an operation, or None if there is no formula.
+    """Yield the per-sample gradients at each edge of an operation, or None if there is no formula.
 
-    ``gradients`` and ``layouts`` map the number of each output of the operation to its delta, shape
-    (C, *shape), and to its layout. The formulas hold for real numbers only.
+    ``edges`` lead to inputs that samples share. ``gradients`` and ``layouts`` have, for each output
+    of the operation by number, the gradients with respect to this output, shape (C, *shape), and
+    its layout. The formulas hold for real numbers only.
     """
     user, make, place = edges[0].user, _FORMS.get(name_of(edges[0].user)), None
     if make and gradients.keys() == {0} and not gradients[0].is_complex():
@@ -118,7 +124,7 @@ def closed_forms(
 
 
 def _summed(use: Use, gradient: Tensor) -> Contribution | None:
-    """Sum gradients, shape (C, *output), over positions and broadcast dimensions of the input."""
+    """Return gradients summed over positions, or None if samples lie along an input dimension."""
     shape = use.input_shape
     dim = use.dim - (gradient.ndim - 1) + len(shape)
     if dim >= 0 and shape[dim] != 1 and use.layout.n_samples > 1:
@@ -150,10 +156,10 @@ def _multiplied(use: Use) -> Contribution | None:
 
 
 def _matrix_product(use: Use) -> Contribution | None:
-    """Return the contribution to either factor of Y = X W, or to the bias of Y = beta b + X W.
+    """Return the gradients of a factor of Y = X W, or of the bias b of Y = beta b + alpha X W.
 
-    dW_i = sum_t x_t delta_t^T over the rows t of sample i. If the left factor is shared, as in the
-    transposed product Y = W X, the samples are columns.
+    For the right factor, dW_i = sum_t x_t delta_t^T, where t runs over the rows of sample i. If
+    samples share the left factor, as in Y = W X, t runs over the columns of sample i.
     """
     is_sum = name_of(use.edge.user) == "Addmm"
     if is_sum and use.edge.index == 0:
@@ -172,8 +178,8 @@ def _matrix_product(use: Use) -> Contribution | None:
 
 
 def _grouped_product(use: Use) -> Contribution | None:
-    """Return the contribution to the experts' weights W_g, with Y[rows of g] = X[rows of g] W_g."""
-    # dW_{g,i} = sum_t x_t delta_t^T over the rows t of expert g and sample i.
+    """Return the gradients of the experts' weights W_g in Y[rows of g] = X[rows of g] W_g."""
+    # dW_{g,i} = sum_t x_t delta_t^T, where t runs over the rows of expert g and sample i.
     inputs = use.saved("self")
     if use.edge.index != 1 or inputs.ndim != 2 or not use.is_along(0):
         return None
@@ -197,7 +203,8 @@ def _convolved(use: Use) -> Contribution | None:
         return Dense(use.gradient_by_sample().transpose(2, 3).flatten(3).sum(3))
     gradients, images = use.gradient_by_sample(), use.by_sample(use.saved("input"), 0, 0)
     if use.saved("transposed"):
-        # The operation is the adjoint of a convolution, so x and delta swap roles.
+        # A transposed convolution is the adjoint of a convolution. In the formula for the weight's
+        # gradient, its input x and the output gradients delta therefore swap roles.
         c = len(gradients)
         repeated = images.repeat(c, *(1 for _ in images.shape[1:]))
         images, gradients = gradients.flatten(0, 1), repeated.unsqueeze(0)
@@ -215,7 +222,7 @@ def _looked_up(use: Use) -> Contribution | None:
     if use.dim >= max(1, indices.ndim):  # samples lie along the vectors' entries
         return None
     gradient = use.gradient
-    if padding < 2**62:  # -1 means no padding index, and is saved as an unsigned number
+    if padding < 2**62:  # otherwise it is -1, "no padding index", read as an unsigned number
         gradient = gradient * (indices != padding).unsqueeze(-1)
     own = use.by_sample(gradient, use.dim, 1)
     own = own.reshape(*own.shape[:2], -1, own.shape[-1])
@@ -226,10 +233,10 @@ def _looked_up(use: Use) -> Contribution | None:
 def _weighted_sums(
     gradients: Tensor, normed: Callable[[slice], Tensor], dims: list[int]
 ) -> Contribution:
-    """Return sum_t delta_t * normed(x_t), a sum over ``dims``, computed for some samples at a time.
+    """Return the sums over ``dims`` of the products of output gradients and normalized inputs.
 
-    ``gradients`` is delta, shape (C, B, ...). ``normed`` returns the normalized inputs of a slice
-    of the samples.
+    ``gradients`` are the output gradients, shape (C, B, ...). ``normed`` returns the normalized
+    inputs of a slice of the samples. The products are computed for some samples at a time.
     """
     n_samples = gradients.shape[1]
     step = n_samples if gradients.is_cuda else max(1, _CACHED // max(1, gradients[0, 0].numel()))
@@ -262,7 +269,7 @@ def _layer_normed(use: Use) -> Contribution | None:
 
 
 def _by_channel(use: Use, normed: Callable[[Tensor, slice], Tensor]) -> Contribution | None:
-    """Sum over all dimensions except channels and samples, which must lie along dimension 0."""
+    """Return the gradients of a normalization's weight or bias, summed over all but channels."""
     if not use.is_along(0):
         return None
     gradients = use.gradient_by_sample()
@@ -297,7 +304,7 @@ def _batch_normed(use: Use) -> Contribution | None:
 
 
 def _head_of_margins(use: Use) -> Contribution | None:
-    """Return the contribution to a parameter of a last layer whose logits are formed in pieces."""
+    """Return the gradients of the weight or bias of a last layer that is computed in pieces."""
     n_samples, shape = use.layout.n_samples, use.gradient.shape
     if use.layout.owners is not None or n_samples not in {1, shape[1]}:
         return None

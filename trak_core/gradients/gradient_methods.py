@@ -35,14 +35,15 @@ GradientMethod = Callable[
 
 @dataclass(frozen=True, slots=True)
 class PerSample:
-    """Gradients and other values of a batch for one checkpoint.
+    """Per-sample gradients and other values of a batch for one checkpoint.
 
     Attributes:
-        gradients: df/dtheta by parameter name, shape (batch, *shape) each.
-        outputs: f, shape (batch,).
+        gradients: For each parameter name, the gradients of the model output f with respect to the
+            parameter, shape (batch, *shape).
+        outputs: The model output f, shape (batch,).
         predictions: The model's predictions, shape (batch,).
-        loss_weights: Q, shape (batch,).
-        curvature: W, shape (batch,), or None if the model output has none.
+        loss_weights: -dl/df for the training loss l, which is Q in TRAK, shape (batch,).
+        curvature: d2l/df2, shape (batch,), or None if the loss is not a function of f alone.
     """
 
     gradients: dict[str, Tensor]
@@ -52,7 +53,7 @@ class PerSample:
     curvature: Tensor | None = None
 
     def columns(self) -> list[Tensor]:
-        """Return outputs, predictions, loss weights and, if there is one, curvature."""
+        """Return outputs, predictions and loss weights, and the curvature if it is not None."""
         columns = [self.outputs, self.predictions, self.loss_weights]
         return columns if self.curvature is None else [*columns, self.curvature]
 
@@ -62,7 +63,7 @@ class PerSample:
 
 
 def as_blocks(gradients: Iterable[Tensor]) -> list[Tensor]:
-    """Return (batch, *shape) tensors as (batch, entries) blocks with one dtype, at most float32."""
+    """Return (batch, *shape) tensors as (batch, entries) blocks of one dtype, at most float32."""
     blocks = [block.reshape(len(block), -1) for block in gradients]
     if len({block.dtype for block in blocks}) > 1 or blocks[0].dtype is torch.float64:
         blocks = [block.float() for block in blocks]
@@ -72,9 +73,10 @@ def as_blocks(gradients: Iterable[Tensor]) -> list[Tensor]:
 def _other_values(
     output: ModelOutput, outputs_and_value: tuple[Any, Tensor], label: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return prediction, loss weight and, if there is one, curvature of one sample.
+    """Return the prediction and the loss weight of one sample, and its curvature if it has one.
 
-    The model's outputs come with the value f, so that functions of f need not compute it again.
+    ``outputs_and_value`` has the model's outputs and the model output f that was computed from
+    them, so that functions of f need not compute it again.
     """
     outputs, value = outputs_and_value
     functions = [output.prediction or output.value, output.loss_weight]
@@ -97,12 +99,14 @@ def gradients_at_once(
     *,
     must: bool = False,
 ) -> list[Tensor]:
-    """Differentiate f of each sample of a batch by one forward and one backward pass.
+    """Differentiate the model output f of all samples of a batch by one backward pass.
 
     The consumer gets each parameter's gradients as factors, as soon as they are computed. For a
-    linear layer, the pair (delta, x) represents dW_i = sum_t delta_t x_t^T. A sample's gradient
-    doesn't depend on the other samples of its batch, up to rounding. The model runs in evaluation
-    mode.
+    linear layer, the pair (delta, x) of output gradients and inputs represents the gradient
+    dW_i = sum_t delta_t x_t^T of sample i. A sample's gradient doesn't depend on the other samples
+    of its batch, up to rounding. The model runs in evaluation mode. Unlike
+    ``torch.func.vmap(torch.func.grad(f))``, this method doesn't vmap the model, and it passes on
+    the gradients of one parameter after another.
 
     If the graph can't be read, the batch is differentiated by ``gradients_one_by_one``, and a
     notice is printed. With ``must``, an ``UnreadableGraphError`` is raised instead.
@@ -132,14 +136,14 @@ def gradients_at_once(
     try:
         with suppress(GraphNeededError):
             return one_pass(keep_graph=False)
-        # By now, the error has released the tensors of the first pass.
+        # Outside of the ``with`` block, the error no longer keeps tensors of the first pass alive.
         return one_pass(keep_graph=True)
     except UnreadableGraphError as error:  # raised before the consumer gets gradients
         if must:
             raise
         notice(
-            f"one backward pass cannot differentiate a batch ({error}). Autograd computes the "
-            "gradients of this batch and of similar batches, one sample at a time."
+            f"one backward pass cannot differentiate a batch ({error}). Instead, autograd computes "
+            "the gradients of this batch and of similar batches, one sample at a time."
         )
         return gradients_one_by_one(model, parameters, output, batch, consumer)
 
@@ -153,10 +157,11 @@ def gradients_in_turn(
     *,
     must: bool = False,
 ) -> list[Tensor]:
-    """Return the result of ``gradients_at_once``, computed with one backward pass for each sample.
+    """Return the joined results of calls of ``gradients_at_once``, one for each sample.
 
-    This also works for models in which an operation mixes samples, because a batch of one sample
-    has nothing to mix. The consumer still gets the gradients as factors.
+    Unlike one call for the whole batch, this also works for models in which an operation mixes
+    samples, because a batch of one sample has nothing to mix. Unlike with ``gradients_one_by_one``,
+    the consumer gets the gradients as factors.
     """
     batch = as_batch(samples, output)
     columns = [
@@ -166,7 +171,8 @@ def gradients_in_turn(
     return [torch.cat(column) for column in zip(*columns, strict=True)]
 
 
-# If gradients have more bytes than this, they are computed for one group of parameters at a time.
+# If a gradient has more bytes than this, it is computed for one group of parameters at a time, in
+# about ``_GROUPS`` groups. Otherwise, the whole gradient would be in memory.
 _WHOLE_BYTES = 2**28
 _GROUPS = 8
 
@@ -191,11 +197,11 @@ def gradients_one_by_one(
     samples: Samples,
     consumer: Consumer,
 ) -> list[Tensor]:
-    """Return the result of ``gradients_at_once``, up to rounding, computed by plain autograd.
+    """Return the results of ``torch.autograd.grad(f, parameters)`` for each sample's output f.
 
-    ``torch.autograd.grad(f, parameters)`` is called for each sample. This works for every model and
-    calls users' backward hooks. For a large model, one backward pass is run for each of several
-    groups of parameters, so that less memory is needed.
+    They equal those of ``gradients_at_once`` up to rounding. This method works for every model, and
+    calls users' backward hooks. To save memory, it runs several backward passes for each sample of
+    a large model, one for each group of parameters.
     """
     batch = as_batch(samples, output)
     rows: list[tuple[Tensor, ...]] = []
@@ -220,7 +226,7 @@ def gradients_one_by_one(
     return [torch.stack(column) for column in zip(*rows, strict=True)]
 
 
-# The methods, by the names that are stored with a run.
+# The methods by name. A run stores the name of its method.
 _METHODS = gradients_at_once, gradients_in_turn, gradients_one_by_one
 METHODS: dict[str, GradientMethod] = {method.__name__: method for method in _METHODS}
 
@@ -232,9 +238,10 @@ def formed_gradients(
     output: ModelOutput,
     samples: Samples,
 ) -> PerSample:
-    """Return whole gradients of a batch, by a method that ``gradient_method`` returned.
+    """Return the whole gradients of a batch, computed by ``method``.
 
-    All tensors are on the batch's device. A parameter on which f doesn't depend has gradient 0.
+    ``method`` is the result of ``gradient_method``. All tensors are on the batch's device. A
+    parameter on which the model output doesn't depend has gradient 0.
 
     Example:
         >>> import torch

@@ -1,9 +1,10 @@
 """Represent per-sample gradients by factors, which are smaller than the gradients.
 
-A row is a pair (c, b): output c of sample b, with B samples and C outputs for each of them (C = 1
-for a model output f). A ``Contribution`` represents the (C B, entries) matrix G of the rows'
-gradients with respect to one use of a tensor. It can add G G^T to a Gramian without forming G, or
-return G in parts. If a parameter is used several times, its contributions are summed.
+A batch has B samples with C outputs each (C = 1 for the gradients of a model output f). A
+``Contribution`` represents the gradients of all outputs with respect to one use of a tensor: a
+matrix G of shape (C B, entries), with a row for each output c and sample b, ordered by c, then b.
+It can add G G^T to a Gramian without forming G, or return G in parts. If a parameter is used
+several times, its gradients are the sum of these contributions.
 
 For a linear layer y_t = W x_t and delta_t = df_i/dy_t, sample i's gradient is
 
@@ -27,8 +28,8 @@ from torch import Tensor
 
 # Largest number of entries in a piece of formed gradients: 16 MiB of float32, for a CPU's cache.
 PIECE = 2**22
-# The same number for a GPU: 128 MiB, or 1/128 of its memory if that is more, because starting the
-# kernels for a piece takes up to 2 ms.
+# The same for a GPU: 2**25 entries (128 MiB), or 1/128 of its memory if that is more. Pieces are
+# larger than on a CPU, because starting the kernels for a piece takes up to 2 ms.
 _LEAST_OF_GPU, _SHARE_OF_GPU = 2**25, 128
 
 
@@ -42,14 +43,16 @@ def piece_on(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Contribution(ABC):
-    """The gradients with respect to one use of a tensor.
+    """The gradients of C outputs of B samples with respect to one use of a tensor.
 
-    The tensor is read as a matrix: all dimensions except the first are flattened into one.
+    The tensor is read as a matrix: all dimensions except the first are flattened into one. G is the
+    matrix of all gradients, with a row for each pair of an output and a sample, shape (C B,
+    entries).
     """
 
-    gradients: Tensor  # with respect to the operation's output, shape (C, B, ...)
-    # Whether index t counts only the sample's tokens that reach this operation, such as an expert
-    # of a mixture. Otherwise, t is the position in the text.
+    gradients: Tensor  # with respect to the output of the operation, shape (C, B, ...)
+    # Whether tokens are numbered by rank: an expert of a mixture gets only some tokens of a text,
+    # numbered 0, 1, .... Otherwise, a token's number is its position in the text.
     has_ranks: bool = field(default=False, kw_only=True)
 
     @property
@@ -62,16 +65,16 @@ class Contribution(ABC):
         """Shape of the tensor when it is read as a matrix."""
 
     def add_to(self, gramian: Tensor) -> None:
-        """Add G G^T to a Gramian of shape (rows, rows), in place."""
+        """Add the inner products of all gradients, G G^T, to ``gramian``, shape (C B, C B)."""
         for _, rows in summed_parts([self]):
             add_product(gramian, rows)
 
     @abstractmethod
     def part(self, first: int, last: int) -> Tensor:
-        """Return gradients of the matrix's rows first, ..., last - 1, shape (C B, entries)."""
+        """Return gradients for rows first, ..., last - 1 of the matrix, shape (C B, entries)."""
 
     def whole(self) -> Tensor:
-        """Return G, shape (C B, entries)."""
+        """Return the gradients with respect to the whole tensor, shape (C B, entries)."""
         return self.part(0, self.matrix[0])
 
     def flattened(self) -> "Dense":
@@ -80,12 +83,14 @@ class Contribution(ABC):
 
 
 def summed_parts(uses: Sequence[Contribution]) -> Iterator[tuple[int, Tensor]]:
-    """Yield the sum of one or more contributions in parts of at most ``piece_on`` entries.
+    """Yield a parameter's gradients, the sum over its ``uses``, for some rows at a time.
 
-    A part has at least one row of the matrix, even if that row exceeds this limit.
+    The parameter is read as a matrix. Parts have at most ``piece_on`` numbers, but at least one row
+    of this matrix.
 
     Yields:
-        The index of the part's first entry, and gradients of shape (C B, entries), row-major.
+        The index of the part's first entry in the row-major parameter, and the gradients with
+        respect to the part, shape (C B, entries).
     """
     if len({use.matrix for use in uses}) > 1:  # the tensor was reshaped between its uses
         uses = [use.flattened() for use in uses]
@@ -103,17 +108,17 @@ def add_product(gramian: Tensor, rows: Tensor) -> None:
 
 
 def pieces(size: int, entries_each: int, device: torch.device) -> Iterator[slice]:
-    """Cut ``size`` items into slices that have at most ``piece_on`` entries, or one item."""
+    """Cut items into slices of at most ``piece_on`` entries, or one item if that is larger."""
     step = max(1, piece_on(device) // max(1, entries_each))
     return (slice(start, min(start + step, size)) for start in range(0, size, step))
 
 
 @dataclass(frozen=True, slots=True)
 class Dense(Contribution):
-    """Formed gradients of a small tensor, shape (C, B, *shape)."""
+    """Gradients with respect to a small tensor that are stored whole, shape (C, B, *shape)."""
 
-    # Returns the terms of the T tokens, shape (C, B, T, *shape), whose sum over the tokens is
-    # ``gradients``. None if the terms are not known.
+    # A function that returns each token's share of the gradients, shape (C, B, T, *shape). Its sum
+    # over the T tokens is ``gradients``. None if the shares are not known.
     terms: Callable[[], Tensor] | None = None
 
     @property
@@ -132,14 +137,18 @@ class Dense(Contribution):
 
 @dataclass(frozen=True, slots=True)
 class Outer(Contribution):
-    """Sums of outer products of inputs x and gradients delta, as for a linear layer's weight.
+    """Sums of outer products of inputs x and output gradients delta, as for a linear layer.
 
-    Row (c, b) is sum_t x_bt delta_cbt^T, and ``gradients`` is delta, shape (C, B, T, q). Inner
-    products of rows are
+    For output c of sample b, the gradient with respect to the weight is
+
+        G_cb = sum_t x_bt delta_cbt^T,
+
+    where t runs over T tokens. ``gradients`` is delta, shape (C, B, T, q). Inner products are
 
         <G_cb, G_c'b'> = sum_{t, t'} <x_bt, x_b't'> <delta_cbt, delta_c'b't'>,
 
-    so rows need not be formed. ``add_to`` uses this formula or forms rows, whichever is cheaper.
+    which doesn't need the p x q numbers of G_cb. ``add_to`` uses this formula or forms gradients,
+    whichever is cheaper.
     """
 
     inputs: Tensor  # x, shape (B, T, p)
@@ -165,7 +174,7 @@ class Outer(Contribution):
         c, b, t, _ = self.gradients.shape
         inputs, gradients = self.inputs.flatten(0, 1), self.gradients.flatten(0, 2)
         for i in range(c):
-            # sum over t and t' of <x_bt, x_b't'> <delta_cbt, delta_c'b't'>, for some b at a time
+            # For some samples b at a time: sum_{t, t'} <x_bt, x_b't'> <delta_cbt, delta_c'b't'>.
             for part in pieces(b, t * c * b * t, gramian.device):
                 n = part.stop - part.start
                 products = self.gradients[i, part].flatten(0, 1) @ gradients.T
@@ -180,7 +189,7 @@ class Outer(Contribution):
         gradients = self.gradients[0] if has_one_output else self.gradients
         left, right = (gradients, self.inputs) if self.is_transposed else (self.inputs, gradients)
         left = left.mT[..., first:last, :]
-        if left.shape[-1] == 1:  # T = 1: broadcasting is faster than a product that sums nothing
+        if left.shape[-1] == 1:  # one token: broadcasting is faster than a product without a sum
             product = left * right
         else:
             product = torch.bmm(left, right) if has_one_output else left @ right
@@ -188,11 +197,11 @@ class Outer(Contribution):
 
 
 def prefers_inner_products(n_rows: int, n_places: int, p: int, q: int) -> bool:
-    """Return whether inner products of factors cost less than forming gradients.
+    """Return whether computing a Gramian from factors costs less than forming the gradients.
 
-    The cost is the number of multiplications, plus 8 for each number that is written. There are
-    n_rows x n_places pairs of vectors with p and q entries, and n_rows gradients with p x q
-    entries.
+    There are ``n_rows`` gradients with p x q entries. Each is a sum over ``n_places`` tokens or
+    pixels of outer products of vectors with p and q entries. The cost is the number of
+    multiplications, plus 8 for each number that is written.
     """
     by_products = (n_rows * n_places) ** 2 * (p + q + 8)
     by_gradients = n_rows * (n_places + n_rows) * p * q + 8 * n_rows * p * q
@@ -201,9 +210,11 @@ def prefers_inner_products(n_rows: int, n_places: int, p: int, q: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Lookup(Contribution):
-    """Gradients of an embedding table: row v is the sum of delta_t over all t with index v.
+    """Gradients of an embedding table, stored as the gradients of the vectors that were looked up.
 
-    ``gradients`` is delta, shape (C, B, T, q).
+    The gradient of the table's row v is sum_{t with index v} delta_t. ``gradients`` is delta, shape
+    (C, B, T, q), for T lookups of each sample. Like ``torch.nn.Embedding(sparse=True)``, this needs
+    no memory for rows without a lookup.
     """
 
     indices: Tensor  # shape (B, T)
@@ -222,14 +233,14 @@ class Lookup(Contribution):
     def part(self, first: int, last: int) -> Tensor:
         n = last - first
         inside = (self.indices >= first) & (self.indices < last)
-        # All other indices are summed in row n, which is dropped.
+        # Gradients with indices outside of the part are summed in an extra row n, which is dropped.
         numbers = torch.where(inside, self.indices - first, n)
         q = self.gradients.shape[-1]
         return _summed(numbers, n + 1, self.gradients)[:, : n * q]
 
 
 def _summed(indices: Tensor, n: int, gradients: Tensor) -> Tensor:
-    """Sum gradients (C, B, T, q) with equal indices (B, T) below n. Return shape (C B, n q)."""
+    """Return sums of gradients (C, B, T, q) with equal indices (B, T) below n, shape (C B, n q)."""
     c, b, _, q = gradients.shape
     row = torch.arange(c * b, device=indices.device).view(c, b, 1)
     sums = gradients.new_zeros(c * b * n, q)
@@ -238,21 +249,21 @@ def _summed(indices: Tensor, n: int, gradients: Tensor) -> Tensor:
 
 
 def transposed(contribution: Contribution, shape: tuple[int, ...]) -> Contribution:
-    """Return the contribution to W^T from the contribution to W, a matrix of this shape."""
+    """Return the gradients of W^T from the gradients of W, a matrix of the given shape."""
     if isinstance(contribution, Outer) and contribution.matrix == shape:
         return replace(contribution, is_transposed=not contribution.is_transposed)
     return Dense(contribution.whole().unflatten(1, shape).transpose(1, 2).unsqueeze(0))
 
 
 class Consumer(ABC):
-    """A consumer of the gradients of a batch, which adds results to the tensors ``totals``.
+    """Process the gradients of a batch, and add results to the tensors ``totals``.
 
     A gradient method passes the gradients of one parameter after another, in any order, to
     ``take``, and calls ``finish`` at the end.
     """
 
-    in_order: ClassVar[bool] = True  # whether the order of a parameter's entries matters
-    reads_terms: ClassVar[bool] = False  # whether it reads ``Dense.terms``, which need memory
+    in_order: ClassVar[bool] = True  # whether results depend on the order of a parameter's entries
+    reads_terms: ClassVar[bool] = False  # whether ``Dense.terms`` is read, which needs memory
     totals: Sequence[Tensor]
 
     def begin(self, totals: Sequence[Tensor]) -> None:
@@ -261,7 +272,7 @@ class Consumer(ABC):
 
     @abstractmethod
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
-        """Process the gradients with respect to a parameter, which are the sum over its uses.
+        """Process the gradients with respect to a parameter, which are the sum over ``uses``.
 
         This method is called at most once for each parameter. If ``in_order`` is False, it may be
         called several times, with gradients of disjoint sets of the parameter's entries.
@@ -272,14 +283,14 @@ class Consumer(ABC):
         return  # By default, no gradient is buffered.
 
     def of(self, samples: slice) -> Self:
-        """Return a consumer for some of the samples, which adds to the same tensors.
+        """Return a consumer for the gradients of some samples, which adds to the same tensors.
 
-        By default, the first dimension of ``totals`` must index the samples.
+        The first dimension of all ``totals`` must index the samples, unless this is overridden.
         """
         return self._beginning([total[samples] for total in self.totals])
 
     def empty(self) -> Self:
-        """Return a consumer for the same samples, whose totals are zero."""
+        """Return a consumer with new totals, which are zero, for the same samples."""
         return self._beginning([torch.zeros_like(total) for total in self.totals])
 
     def _beginning(self, totals: Sequence[Tensor]) -> Self:

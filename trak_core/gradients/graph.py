@@ -3,11 +3,11 @@
 A *layout* assigns the entries of a tensor to the B samples of a batch. With stride s, the entry at
 row-major position i belongs to sample (i // s) mod B. If the layout has ``owners``, a list of n
 sample numbers, the entry belongs to sample owners[(i // s) mod n]. The number -1 marks entries on
-which no differentiated value depends. A reshape keeps row-major positions and therefore the layout.
-Other operations may change the dimension along which the samples lie.
+which no model output depends. A reshape keeps row-major positions and therefore the layout. Other
+operations may change the dimension along which the samples lie.
 
-The layout of a tensor is None if several samples share it, or if it is unknown. Then no entry is
-assigned to a sample. This can cost time but never gives a wrong gradient.
+The layout of a tensor is None if several samples share the tensor, or if it is unknown to which
+samples the entries belong. A layout that is None can cost time but never gives a wrong gradient.
 
 BackPACK and Opacus hook ``nn.Module``s and need a rule for each kind of layer. Here the nodes of
 autograd's graph are read, so functional code and parameters outside of layers need no special
@@ -27,18 +27,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# A node of autograd's graph. It computes gradients of its inputs from gradients of its outputs.
-# Nodes of user-defined functions have no base class in common with other nodes.
+# A node of autograd's graph: an operation, which computes the gradients of its inputs from those of
+# its outputs. The type is Any, because nodes of user-defined functions and other nodes have no
+# common base class.
 Node = Any
 
 
 class UnreadableGraphError(Exception):
-    """One pass can't read the graph. The message completes a sentence that begins "the model"."""
+    """One backward pass can't differentiate a batch, because it can't read autograd's graph.
+
+    The message completes a sentence whose subject is the model, such as "has nested tensors".
+    """
 
 
 @dataclass(slots=True, eq=False)  # not frozen, because that triples the time to create one
 class Edge:
-    """Input ``index`` of ``user`` is output ``number`` of ``node``."""
+    """An edge of autograd's graph: input ``index`` of ``user`` is output ``number`` of ``node``."""
 
     user: Node
     index: int
@@ -50,7 +54,7 @@ class Edge:
 class Graph:
     """The part of autograd's graph that leads from outputs to chosen parameters."""
 
-    order: list[Node]  # every node precedes the nodes that compute its inputs
+    order: list[Node]  # nodes; every node precedes the nodes that compute its inputs
     edges: dict[Node, list[Edge]]  # edges to other nodes of ``order``, sorted by input index
     parameters: dict[Node, int]  # maps the nodes of chosen parameters to the parameters' indices
 
@@ -61,7 +65,7 @@ def name_of(node: Node) -> str:
 
 
 def shape_of(node: Node, number: int) -> tuple[int, ...]:
-    """Return the shape of one output of a node, or raise ``UnreadableGraphError``."""
+    """Return the shape of output ``number`` of a node. An error is raised for nested tensors."""
     return _shape(node._input_metadata[number])
 
 
@@ -88,11 +92,12 @@ def leaf_of(node: Node) -> Tensor | None:
 def differentiate(node: Node, gradients: dict[int, Tensor]) -> tuple[Tensor | None, ...]:
     """Return the gradients of a node's inputs, given the gradients of some of its outputs.
 
-    Outputs without a gradient have gradient zero. Sparse results are converted to dense ones.
+    The gradient is zero for outputs that are not in ``gradients``, which maps output numbers to
+    tensors. Sparse results are converted to dense ones.
     """
     of_outputs: list[Tensor | None] = [None] * len(node._input_metadata)
     if is_function(node):
-        # User-defined functions expect zeros for missing gradients, other nodes None.
+        # For a missing gradient, user-defined functions expect zeros, and other nodes expect None.
         of_outputs = [
             torch.zeros(m.shape, dtype=m.dtype, device=m.device) for m in node._input_metadata
         ]
@@ -101,7 +106,8 @@ def differentiate(node: Node, gradients: dict[int, Tensor]) -> tuple[Tensor | No
     answers = node.apply(*of_outputs) if is_function(node) else node(*of_outputs)
     answers = answers if isinstance(answers, tuple) else (answers,)
     if is_function(node):
-        # ``apply`` returns an item for each argument, but the graph has inputs only for tensors.
+        # ``apply`` returns a gradient or None for each argument of ``forward``. The graph has an
+        # input only for each tensor among them, so results for other arguments are dropped.
         pairs = zip(answers, node.needs_input_grad, strict=False)
         needed = iter([answer for answer, is_needed in pairs if is_needed])
         answers = tuple(used and next(needed) for used, _ in node.next_functions)
@@ -109,7 +115,7 @@ def differentiate(node: Node, gradients: dict[int, Tensor]) -> tuple[Tensor | No
 
 
 def nodes_below(root: Node) -> list[Node]:
-    """Return all nodes that ``root`` leads to, the root first, in a reproducible order."""
+    """Return ``root`` and all nodes to which it leads, in a reproducible order."""
     seen: dict[Node, None] = {root: None}
     stack = [root]
     while stack:
@@ -120,7 +126,8 @@ def nodes_below(root: Node) -> list[Node]:
     return list(seen)
 
 
-# Saved settings of operations, which rules for layouts read. Signatures include them.
+# Names of settings that operations save and that rules for layouts read, such as ``dim``. A graph's
+# ``signature`` contains the settings, so that graphs with equal signatures have equal layouts.
 SETTINGS = (
     *("dim", "dims", "dim0", "dim1", "keepdim", "pad"),
     *("normalized_shape", "training", "stride"),
@@ -134,11 +141,11 @@ def _settings_of(kind: type) -> tuple[str, ...]:
 
 
 def signature(root: Node, parameters: Sequence[Tensor]) -> tuple[list[Node], Hashable]:
-    """Return a graph's nodes, and a key that determines its layouts, except for saved values.
+    """Return the nodes of the graph below ``root``, and a hashable key of its structure.
 
-    If two graphs have equal keys, nodes with equal numbers correspond. The key has each node's
-    name, settings, output shapes and used nodes. For a leaf, it has the index of the parameter and
-    whether the parameter has hooks.
+    If two graphs have equal keys, their nodes correspond in this order, and have equal layouts
+    unless those depend on saved values. The key has the name, settings, output shapes and edges of
+    each node. For a leaf tensor, it has the index in ``parameters`` and whether there are hooks.
     """
     place = {id(parameter): i for i, parameter in enumerate(parameters)}
     nodes, parts = [root], list[Hashable]()
@@ -160,13 +167,14 @@ def signature(root: Node, parameters: Sequence[Tensor]) -> tuple[list[Node], Has
 
 
 def trace(roots: Iterable[Node], parameters: Collection[Tensor]) -> Graph:
-    """Return the part of a graph that leads to ``parameters``. Other leaves are constants."""
+    """Return the part of the graph below ``roots`` that leads to ``parameters``."""
     place = {id(parameter): i for i, parameter in enumerate(parameters)}
     leaves: dict[Node, int] = {}
     edges: dict[Node, list[Edge]] = {}
     finished: list[Node] = []  # each node comes before its users
     seen: set[Node] = set()
-    # A stack replaces recursion, because graphs of recurrent networks exceed Python's limit.
+    # A stack is used, because recursion over the graph of a recurrent network would exceed Python's
+    # recursion limit.
     stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
     while stack:
         node, is_expanded = stack.pop()
@@ -187,7 +195,7 @@ def trace(roots: Iterable[Node], parameters: Collection[Tensor]) -> Graph:
 
 
 def _edges_of(node: Node) -> list[Edge]:
-    """Return a node's edges, except those to tensors without entries, which have no layout."""
+    """Return the edges to a node's inputs, except inputs without entries, which have no layout."""
     return [
         Edge(node, i, used, number)
         for i, (used, number) in enumerate(node.next_functions)
@@ -195,17 +203,22 @@ def _edges_of(node: Node) -> list[Edge]:
     ]
 
 
-# Two layouts are compared block by block up to this number of blocks.
+# Two layouts are compared block by block, unless there are more blocks than this. The comparison
+# would then take too long, and the tensor counts as shared by all samples.
 _MOST_BLOCKS = 2**24
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """The assignment of a tensor's entries to samples (see the module's docstring)."""
+    """The assignment of a tensor's entries to samples.
 
-    stride: int  # s, the number of consecutive entries of one sample
-    n_samples: int  # B
-    # Sample numbers, shape (n,), on the CPU. None means 0, ..., B - 1, a *cyclic* layout.
+    The entry at row-major position i belongs to sample owners[(i // stride) mod len(owners)].
+    """
+
+    stride: int  # number of consecutive entries that belong to one sample
+    n_samples: int
+    # Sample numbers on the CPU, shape (n,), where -1 means no sample. None means 0, 1, ...,
+    # n_samples - 1, in which case the layout is *cyclic*.
     owners: Tensor | None = None
 
     @property
@@ -218,9 +231,9 @@ class Layout:
         return torch.arange(self.n_samples) if self.owners is None else self.owners
 
     def of_blocks(self, stride: int, n_blocks: int) -> Tensor:
-        """Return the owners of the first ``n_blocks`` blocks of ``stride`` entries.
+        """Return the sample numbers of the first ``n_blocks`` blocks of ``stride`` entries.
 
-        ``stride`` must divide the layout's stride. The result has shape (n_blocks,).
+        The given stride must divide the layout's, so that a block belongs to one sample.
         """
         each = self.in_turn.repeat_interleave(self.stride // stride)
         return each.repeat(-(-n_blocks // len(each)))[:n_blocks]
@@ -232,10 +245,10 @@ def strides(shape: Sequence[int]) -> list[int]:
 
 
 def stride_at(shape: Sequence[int], dim: int, width: int, period: int) -> int | None:
-    """Return the stride of a layout whose owners lie along dimension ``dim`` of a tensor.
+    """Return the stride of a layout whose samples lie along dimension ``dim`` of a tensor.
 
-    The dimension is read as (outer, period, width), with ``width`` consecutive indices for each
-    owner. Return None if the dimension's size is not a multiple of period x width.
+    Each block of ``width`` consecutive indices belongs to one sample, and the samples repeat after
+    ``period`` blocks. Return None if the dimension's size is not a multiple of period x width.
     """
     if not 0 <= dim < len(shape) or shape[dim] % (period * width) or not shape[dim]:
         return None
@@ -243,9 +256,10 @@ def stride_at(shape: Sequence[int], dim: int, width: int, period: int) -> int | 
 
 
 def locate(shape: Sequence[int], layout: Layout) -> tuple[int, int] | None:
-    """Return the dimension and width for which ``stride_at`` returns the layout's stride.
+    """Return the dimension of a tensor along which a layout's samples lie, and their width.
 
-    Return None if one period spans several dimensions, and (0, 1) if there is only one sample.
+    The width is the number of consecutive indices of the dimension that belong to one sample.
+    Return None if the samples lie along several dimensions, and (0, 1) for a single sample.
     """
     if layout.n_samples == 1:
         return 0, 1
@@ -259,10 +273,11 @@ def locate(shape: Sequence[int], layout: Layout) -> tuple[int, int] | None:
 
 
 def joined(a: Layout | None, b: Layout | None) -> Layout | None:
-    """Return the combination of two layouts that were derived from two users of one tensor.
+    """Return the combination of two layouts of one tensor, derived from two operations that use it.
 
     Return None if the layouts assign an entry to different samples, because the entry's gradient is
-    then a sum over both samples.
+    then a sum over both samples. An entry that one layout assigns to no sample belongs to the
+    sample of the other layout.
     """
     if a is None or b is None:
         return None
@@ -279,17 +294,18 @@ def joined(a: Layout | None, b: Layout | None) -> Layout | None:
 
 
 def settled(layout: Layout | None) -> Layout | None:
-    """Return an equal cyclic layout if one exists and every entry has an owner, else ``layout``."""
+    """Return a layout in cyclic form if that is possible and every entry belongs to a sample."""
     if layout is None or layout.owners is None or bool((layout.owners < 0).any()):
         return layout
     return guessed(layout)
 
 
 def guessed(layout: Layout) -> Layout:
-    """Return a cyclic layout that agrees for all entries with an owner, or else ``layout``.
+    """Return a cyclic layout that agrees with ``layout`` for all entries that belong to a sample.
 
-    Entries without an owner have gradient zero. Assigning them to a sample is never wrong, but the
-    result may contradict the layout that is derived from another user of the tensor.
+    Entries that belong to no sample have gradient zero, so that it is never wrong to assign them to
+    one. However, the result may contradict the layout that is derived from another operation that
+    uses the tensor. If there is no such cyclic layout, return ``layout``.
     """
     if layout.owners is None:
         return layout
@@ -303,10 +319,10 @@ def guessed(layout: Layout) -> Layout:
 
 
 def layout_of(owners: Tensor, stride: int, n_samples: int) -> Layout | None:
-    """Return the layout of a tensor from the owners of its blocks of ``stride`` entries.
+    """Return the layout of a tensor whose blocks of ``stride`` entries belong to given samples.
 
-    ``owners``, on the CPU, has the shape of the tensor's leading dimensions. Leading dimensions
-    along which the owners repeat are left out of the layout.
+    ``owners``, the sample numbers of the blocks, is on the CPU and has the shape of the tensor's
+    leading dimensions. Leading dimensions along which it repeats are left out of the layout.
     """
     while owners.ndim > 1:
         repeats = bool((owners == owners[:1]).all())
@@ -315,7 +331,7 @@ def layout_of(owners: Tensor, stride: int, n_samples: int) -> Layout | None:
 
 
 def from_entries(owners: Tensor, n_samples: int) -> Layout | None:
-    """Return the layout of a tensor from the owner of each entry, where -1 means no owner."""
+    """Return the layout of a tensor, given the sample number of each entry, or -1 for no sample."""
     for dim, stride in enumerate(strides(owners.shape)):
         blocks = owners.reshape(*owners.shape[: dim + 1], stride)
         largest = blocks.amax(-1)
@@ -328,11 +344,12 @@ def probed_layouts(edges: list[Edge], layouts: dict[int, Layout]) -> list[Layout
     """Return the layouts of an operation's inputs by differentiating it with test gradients.
 
     This is used for operations without a rule. Samples are numbered in binary. For each bit, the
-    operation is differentiated twice: with random positive gradients for the samples whose number
-    has the bit, and for all other samples. If an entry depends on sample b alone, its gradient is
-    nonzero in exactly the trials that include b, which determine the bits of b. If it is nonzero in
-    both trials of a bit, several samples share the input, whose layout is None. Therefore an
-    operation that mixes samples is always detected. The cost is 2 ceil(log2 B) derivatives.
+    operation is differentiated twice: with random positive output gradients for the samples whose
+    number has the bit, then for all other samples. If an input entry belongs to sample b alone, its
+    gradient is nonzero only in those trials that include b, which gives the bits of b. If it is
+    nonzero in both trials of a bit, several samples share the input, whose layout is then None. Two
+    different samples differ in some bit, so an operation that mixes samples is always detected.
+    The cost is 2 ceil(log2 B) derivatives, where one derivative for each sample would be B.
     """
     user = edges[0].user
     n_samples = next(iter(layouts.values())).n_samples
@@ -356,7 +373,7 @@ def probed_layouts(edges: list[Edge], layouts: dict[int, Layout]) -> list[Layout
 def _nonzero(
     user: Node, layouts: dict[int, Layout], which: Tensor, inputs: dict[int, Tensor]
 ) -> dict[int, Tensor]:
-    """Return masks of the input entries that get gradients from samples in the mask ``which``."""
+    """Return a mask for each input: its entries that depend on samples in the mask ``which``."""
     generator = torch.Generator().manual_seed(0)
     gradients: dict[int, Tensor] = {}
     for number, layout in layouts.items():

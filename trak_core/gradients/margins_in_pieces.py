@@ -1,11 +1,11 @@
 """Compute the margins of a text's tokens, and their gradients, without storing all logits.
 
 The margin of token t with label y is m_t = z_ty - logsumexp_{v != y} z_tv, with logits z_t = W h_t
-+ b. T tokens have T x V logits, where V is the size of the vocabulary. The logits are computed for
-some tokens at a time, in the forward pass and again in the backward pass, which uses the
-derivatives
++ b. T tokens have T x V logits, where V is the size of the vocabulary. Autograd would store all of
+them for the backward pass. Here the logits are computed for some tokens at a time, and computed
+again in the backward pass, which uses the derivatives ("slopes")
 
-    dm_t/dz_tv = 1 if v = y, else -exp(z_tv - logsumexp_{u != y} z_tu)    ("slopes").
+    dm_t/dz_tv = 1 if v = y, else -exp(z_tv - logsumexp_{u != y} z_tu).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -39,9 +39,10 @@ class Head:
     def slopes(
         self, rows: "Rows", part: slice | Tensor, first: int = 0, last: int | None = None
     ) -> Tensor:
-        """Return the derivatives of margins with respect to W h + b, shape (tokens, last - first).
+        """Return the derivatives of tokens' margins with respect to outputs of the linear layer.
 
-        ``part`` selects tokens of ``rows``. The classes are first, ..., last - 1.
+        The tokens are those of ``rows`` that ``part`` selects. The outputs are those of the classes
+        first, ..., last - 1. The result has shape (tokens, last - first).
         """
         bias = None if self.bias is None else self.bias[first:last]
         x = linear(rows.hidden[part], self.weight[first:last], bias)
@@ -50,7 +51,8 @@ class Head:
             logits = self.then(x)
         slopes = at_least_float32(logits.detach())
         others = rows.others[part, None]
-        # Functions may have saved their results, which must not be overwritten.
+        # Autograd may have saved the logits as results of functions. Overwriting them would make
+        # the derivatives of these functions wrong.
         slopes = slopes - others if self.functions else slopes.sub_(others)
         slopes.exp_().neg_()
         # Indexing with a mask would make the CPU wait for the GPU.
@@ -73,9 +75,9 @@ class Rows:
 def margins_of_tokens(hidden: Tensor, labels: Tensor, head: Head) -> tuple[Tensor, Tensor]:
     """Return the margins of labels, and whether each label is the predicted class.
 
-    Margins equal those of ``model_outputs.supervised.margin`` up to rounding. At most ``piece_on``
-    logits, but at least the logits of one token, are in memory at a time. ``hidden``, the layer's
-    inputs, has shape (batch, tokens, d). Labels and both results have shape (batch, tokens).
+    Margins equal those of ``model_outputs.supervised.margin`` up to rounding. ``hidden`` has the
+    inputs of the last layer ``head``, shape (batch, tokens, d). Labels and both results have shape
+    (batch, tokens). At most ``piece_on`` logits, or those of one token, are in memory at a time.
     """
     bias = None if head.bias is None else head.bias.detach()
     fixed = Head(head.weight.detach(), bias, head.functions)
@@ -83,21 +85,22 @@ def margins_of_tokens(hidden: Tensor, labels: Tensor, head: Head) -> tuple[Tenso
     trained = [t for t in (head.weight, head.bias) if t is not None and t.requires_grad]
     if trained and torch.is_grad_enabled():
         rows = Rows(hidden.detach().flatten(0, 1), labels.flatten(), others)
-        # The layer has a separate node, because ``by_samples`` stops there without running it.
+        # The layer's parameters have a graph node of their own. ``by_samples`` stops at this node
+        # without running it, so that only the derivatives that it needs are computed.
         margins = margins + HeadOfMargins.apply(head.weight, head.bias, fixed, rows, margins.shape)
     return margins, is_right
 
 
 class MarginsInPieces(torch.autograd.Function):
-    """Margins as a function of the layer's inputs, with the layer's parameters as constants."""
+    """Margins as a function of the last layer's inputs. The layer's parameters are constants."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, hidden: Tensor, labels: Tensor, head: Head
     ) -> tuple[Tensor, Tensor, Tensor]:
         flat, own_class = hidden.flatten(0, 1), labels.flatten()
-        # A list of small results would fragment memory, because the results would lie between the
-        # large logits that are freed.
+        # Results are written to one tensor. A list of small tensors would fragment memory, because
+        # they would lie between the large blocks of logits that are freed.
         like = head.logits(flat[:0])
         margins = at_least_float32(like).new_empty(len(flat))
         others, is_right = torch.empty_like(margins), torch.empty_like(own_class, dtype=torch.bool)
@@ -129,7 +132,7 @@ class MarginsInPieces(torch.autograd.Function):
 
 
 class HeadOfMargins(torch.autograd.Function):
-    """A function with value 0 that has the margins' derivatives with respect to the parameters."""
+    """A function with value 0 and the derivatives of margins by the last layer's parameters."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -148,7 +151,7 @@ class HeadOfMargins(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, gradients: Tensor
     ) -> tuple[Tensor | None, ...]:
-        # All texts are treated as one sample, because autograd needs the sum over them.
+        # Autograd needs the sum over all texts, so they are treated as one sample.
         factors, weight = head_factors(ctx, gradients.reshape(1, 1, -1)), None
         if ctx.needs_input_grad[0]:
             weight = torch.empty_like(ctx.head.weight)
@@ -159,16 +162,17 @@ class HeadOfMargins(torch.autograd.Function):
 
 
 def head_factors(node: Any, gradients: Tensor) -> "MarginFactors":
-    """Return the layer's gradients from gradients (C, B, tokens) of a ``HeadOfMargins`` node."""
+    """Return the last layer's gradients, given ``gradients`` of margins, shape (C, B, tokens)."""
     return MarginFactors(gradients, Rows(*node.saved_tensors), node.head)
 
 
 @dataclass(frozen=True, slots=True)
 class MarginFactors(Contribution):
-    """Gradients of the layer's weight, dW_i = sum_t delta_t slopes_t h_t^T, computed on demand.
+    """Gradients of the last layer's weight, dW_i = sum_t delta_t slopes_t h_t^T.
 
-    ``gradients`` is delta, the gradients of margins, shape (C, B, tokens). ``rows`` are the tokens
-    of all texts.
+    They are computed on demand. ``gradients`` is delta, the gradients with respect to margins,
+    shape (C, B, tokens). slopes_t are the derivatives of token t's margin with respect to the
+    layer's outputs, and h_t are the layer's inputs. ``rows`` are the tokens of all texts.
     """
 
     rows: Rows
@@ -193,12 +197,12 @@ class MarginFactors(Contribution):
                 hidden = self.rows.hidden[tokens]
                 for i in range(n_each):
                     factors = self.gradients[i, sample, part, None].to(slopes.dtype)
-                    # ``total`` has at least float32, in which the pieces are summed.
+                    # The sum over pieces is computed in the dtype of ``total``, at least float32.
                     total[i, sample] += (slopes * factors).T @ hidden
         return total.to(self.head.weight.dtype).reshape(self.n_rows, -1)
 
     def outers(self) -> Iterator[Outer]:
-        """Yield sums of outer products for some tokens at a time. Their total is the gradient."""
+        """Yield the gradient's terms for some tokens at a time, as sums of outer products."""
         n_samples = self.gradients.shape[1]
         hidden = self.rows.hidden.view(n_samples, self.n_tokens, -1)
         numbers = torch.arange(len(self.rows.labels), device=hidden.device).view(n_samples, -1)
@@ -210,19 +214,19 @@ class MarginFactors(Contribution):
             yield Outer(gradients, hidden[:, part], is_transposed=True)
 
     def of_bias(self) -> "BiasFactors":
-        """Return the gradients of the layer's bias, db_i = sum_t delta_t slopes_t, (C, B, V)."""
+        """Return the gradients of the bias, db_i = sum_t delta_t slopes_t, shape (C, B, V)."""
         sums = [at_least_float32(outer.gradients).sum(2) for outer in self.outers()]
         return BiasFactors(torch.stack(sums).sum(0).to(self.head.weight.dtype), of_weight=self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BiasFactors(Dense):
-    """Gradients of the layer's bias. Its terms are computed for some tokens at a time."""
+    """Gradients of the last layer's bias. The terms of tokens are computed when they are read."""
 
     of_weight: MarginFactors
 
     def outers(self) -> Iterator[Outer]:
-        """Yield outer products of slopes and ones for some tokens at a time, as for the weight."""
+        """Yield the gradient's terms for some tokens at a time, as outer products with ones."""
         for outer in self.of_weight.outers():
             ones = outer.inputs.new_ones(*outer.inputs.shape[:2], 1)
             yield Outer(outer.gradients, ones, is_transposed=True)

@@ -76,20 +76,20 @@ class Batch:
         return replace(self, args=args, kwargs=kwargs, labels=labels, lengths=lengths)
 
     def given_to(self, model: nn.Module) -> object:
-        """Call the model with copies of the inputs, because it may modify them."""
+        """Return the model's result for copies of the inputs, because a model may modify inputs."""
         named = {**self.kwargs, "labels": self.labels} if self.gives_labels else self.kwargs
         kwargs = {name: tensor.clone() for name, tensor in named.items()}
         returned = model(*(tensor.clone() for tensor in self.args), **kwargs)
         return without_virtual_tokens(model, returned, self.labels)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the inputs with their names."""
+        """Yield the name and the tensor of each input, positional arguments first."""
         yield from ((f"argument {i}", tensor) for i, tensor in enumerate(self.args))
         yield from self.kwargs.items()
 
 
 def without_virtual_tokens(model: nn.Module, returned: Any, labels: Tensor) -> Any:
-    """Remove the logits of virtual tokens, which PEFT's prompt tuning adds before a text."""
+    """Return a model's result without logits of the virtual tokens that prompt tuning adds."""
     n_virtual = getattr(getattr(model, "active_peft_config", None), "num_virtual_tokens", None)
     logits = getattr(returned, "logits", None)
     if not n_virtual or not isinstance(logits, Tensor) or logits.ndim != 3 or labels.ndim < 2:
@@ -103,7 +103,8 @@ _SAMPLE = (
     "a tuple of the model's positional arguments followed by the label, or a dict of the model's "
     "named arguments and `labels`"
 )
-# Remedies in messages. ``stages.preflight_study`` replaces them for ready-made studies.
+# Parts of messages that say what to do. ``stages.preflight_study`` replaces them for ready-made
+# studies, whose users don't write samples themselves.
 CHANGE_SAMPLES = (
     f"If the model doesn't take such inputs, change the samples: a sample must be {_SAMPLE}. "
     "Otherwise correct the model."
@@ -117,10 +118,10 @@ def as_batch(samples: Samples, output: ModelOutput) -> Batch:
     """Split samples into inputs and labels.
 
     ``samples`` is a tuple of the model's positional arguments followed by the labels, or a dict of
-    the model's named arguments and ``labels``, or a batch. If the output has no labels, the tuple
-    or dict has none either. If labels are tokens, tokens that the input ``attention_mask``
-    (``decoder_attention_mask`` for a model with a decoder) excludes get the label ``IGNORED``,
-    because padding is not predicted.
+    the model's named arguments and ``labels``, or a batch. If the model output needs no labels,
+    there are none in the tuple or dict. If labels are tokens, padding gets the label ``IGNORED``.
+    Padding is what the input ``attention_mask`` excludes (``decoder_attention_mask`` for a model
+    with a decoder).
 
     Returns:
         The batch, on the samples' device.
@@ -180,7 +181,7 @@ def _check_decoder_inputs(tokens: Tensor | None, labels: Tensor, output: ModelOu
         raise InputError(
             "With model_output language_modelling, `decoder_input_ids` must be the same tokens as "
             "`labels`, because logits at a token predict the next label. Found different tokens. "
-            "If they begin with a start token, leave `decoder_input_ids` out and set model_output "
+            "If `decoder_input_ids` begin with a start token, leave them out and set model_output "
             "to sequence_to_sequence.",
             code="gradients.decoder_inputs",
         )
@@ -190,7 +191,8 @@ def joined(batches: Sequence[Batch]) -> Batch:
     """Return the samples of several batches, which must have the same inputs, as one batch.
 
     Either all batches or none must have ``lengths``. If they do, texts are padded on the right:
-    labels with ``IGNORED``, inputs with 0, which every vocabulary contains and which is masked out.
+    labels with ``IGNORED`` and inputs with 0. Every vocabulary contains the token 0, and an
+    attention mask of 0 excludes it.
     """
     first = batches[0]
     longest = None if first.lengths is None else max(batch.labels.shape[1] for batch in batches)
@@ -215,7 +217,8 @@ def joined(batches: Sequence[Batch]) -> Batch:
 def _padded_cat(tensors: Sequence[Tensor], longest: int | None, filling: int = 0) -> Tensor:
     """Concatenate tensors (samples, ...), padded to ``longest`` in dimension 1 if it is given."""
     if longest is not None:
-        # ``pad`` would crop for a negative margin, where ``cat`` or the model raises an error.
+        # A tensor that is too long is kept, so that ``cat`` or the model raises an error. With a
+        # negative margin, ``pad`` would cut it instead.
         margins = [(0, 0) * (x.ndim - 2) + (0, max(0, longest - x.shape[1])) for x in tensors]
         tensors = [pad(x, at, value=filling) for x, at in zip(tensors, margins, strict=True)]
     return torch.cat(list(tensors))
@@ -227,8 +230,8 @@ class Shapes:
 
     lengths: list[int]  # number of tokens of each text; empty if samples are not texts
     along: frozenset[str]  # names of the inputs that have one row for each label
-    # The largest length, by name, of inputs whose length is independent of the number of labels,
-    # such as the inputs of an encoder.
+    # For inputs whose length doesn't depend on the number of labels, such as the inputs of an
+    # encoder: the largest length, by the input's name.
     source: Mapping[str, int]
 
     @property
@@ -240,11 +243,10 @@ class Shapes:
 def shapes_of(samples: Iterable[tuple[object, Batch]], output: ModelOutput) -> Shapes:
     """Return the common properties of samples' shapes, or raise an error that names two samples.
 
-    Texts have one label for each token. They may differ in the first dimension of the labels and of
-    inputs with one row for each token, because padding makes it equal. If the model also gets the
-    labels, its named inputs may differ in length from the labels. All other shapes must be equal.
-
-    ``samples`` are pairs of an id and a batch of one sample.
+    Texts have one label for each token. They may have different numbers of tokens: the first
+    dimension of the labels and of inputs with one row for each token, which are padded. If the
+    model also gets the labels, its named inputs may differ in length from the labels. All other
+    shapes must be equal. ``samples`` are pairs of an id and a batch of one sample.
     """
     first: dict[str, tuple[int, ...]] = {}
     first_id: object = None
@@ -264,7 +266,7 @@ def shapes_of(samples: Iterable[tuple[object, Batch]], output: ModelOutput) -> S
         if shapes.keys() != first.keys():
             raise InputError(
                 "Samples must be tuples of the same length, or dicts with the same keys. Found "
-                f"{', '.join(first)} in sample {first_id}, {', '.join(shapes)} in sample "
+                f"{', '.join(first)} in sample {first_id}, but {', '.join(shapes)} in sample "
                 f"{sample_id}.",
                 code="gradients.different_inputs",
             )
@@ -288,8 +290,8 @@ def _different_shapes(
     exception = mention = ""
     if output.label_ndim == 1:
         exception = (
-            ", except the number of tokens, the first dimension of `labels` and of each input with "
-            "one row for each token"
+            ". Only the number of tokens may differ, which is the first dimension of `labels` and "
+            "of each input with one row for each token"
         )
         mention = ", which has labels of shape {labels}"
     pair = "; ".join(
@@ -314,8 +316,8 @@ _INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib"
 def call(model: nn.Module, batch: Batch) -> object:
     """Return the result of the model for a batch.
 
-    If the call fails, an ``InputError`` names the inputs, and the line of the user's code that
-    failed.
+    If the call fails, an ``InputError`` is raised, which describes the inputs and names the line of
+    the user's code that failed.
     """
     try:
         return batch.given_to(model)
@@ -338,12 +340,12 @@ def call(model: nn.Module, batch: Batch) -> object:
 
 
 def _explain_missing_decoder(model: nn.Module, batch: Batch, error: Exception) -> None:
-    """Raise an error that explains a failure if an encoder-decoder model got no decoder inputs."""
+    """Raise an error if a call failed because an encoder-decoder model got no decoder inputs."""
     takes = inspect.signature(model.forward).parameters
     has_inputs = any(name.startswith("decoder_") for name in batch.kwargs)
     if "decoder_input_ids" in takes and not has_inputs and not batch.gives_labels:
         raise InputError(
-            "An encoder-decoder model must get inputs for its decoder. Found only "
+            "An encoder-decoder model must get inputs for its decoder. It gets only "
             f"{', '.join(batch.kwargs) or 'positional inputs'}. Set model_output to "
             "sequence_to_sequence. The model then computes the decoder's inputs from `labels`.",
             code="gradients.no_decoder_inputs",
@@ -364,7 +366,8 @@ def _last_line(error: BaseException) -> str:
     return f"\nin {frame.filename}:{frame.lineno}, {frame.name}: {frame.line}"
 
 
-# With ``precision: high``, CUDA rounds float32 factors to TF32, whose mantissa has 10 bits.
+# Machine epsilon of TF32, which has a mantissa of 10 bits. With ``precision: high``, CUDA rounds
+# factors of float32 matrix products to TF32.
 _TF32 = 2.0**-10
 
 
@@ -372,8 +375,8 @@ def call_with_rounding(model: nn.Module, batch: Batch) -> tuple[object, float]:
     """Return the result of the model for a batch, and a bound for its relative rounding error.
 
     The bound is sqrt(eps), where eps is the largest machine epsilon of the parameters and of the
-    tensors that layers return. (Autocast may lower the precision.) Rounding errors are far smaller
-    than this bound, and errors of a wrong computation are far larger.
+    tensors that layers return, whose precision autocast may lower. Rounding errors are far smaller
+    than the bound, and errors of a wrong computation are far larger.
     """
     epsilons: list[float] = []
 
@@ -388,7 +391,7 @@ def call_with_rounding(model: nn.Module, batch: Batch) -> tuple[object, float]:
 
 
 def least_rounding(model: nn.Module) -> float:
-    """Return a lower bound of ``call_with_rounding``'s bound, from the parameters' dtypes."""
+    """Return the bound of ``call_with_rounding`` for the parameters' dtypes, without autocast."""
     parameters = list(model.parameters())
     epsilons = [torch.finfo(p.dtype).eps for p in _floats(parameters)]
     if any(p.is_cuda for p in parameters):

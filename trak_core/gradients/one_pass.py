@@ -1,14 +1,16 @@
 """Differentiate an output for all samples of a batch by one backward pass.
 
-``by_samples`` runs one ordinary backward pass of sum_i f_i. Hooks on the graph's nodes read the
-gradients at the crossings of a plan (``backward_plan.py``), and pass each parameter's contributions
-to a consumer. ``by_rows`` is for outputs whose samples can't be told apart. It propagates all rows
-of the Jacobian together, by a vmapped vector-Jacobian product.
+``by_samples`` runs one ordinary backward pass of sum_i f_i, where f_i is the output of sample i.
+Hooks on nodes of autograd's graph read the gradients at the crossings of a plan
+(``backward_plan.py``), and pass each parameter's gradients to a consumer. ``by_rows`` is for
+outputs whose samples can't be told apart. It propagates all rows of the Jacobian together, by a
+vmapped vector-Jacobian product.
 
 Unlike with ``torch.func.vmap(torch.func.grad(f))``, the model runs as it is written, with its own
 kernels, hooks and control flow, because nothing is traced. The (B, p) gradients are not formed. For
-a linear layer, the result is the pair (delta, x) (see ``gradient_formulas``). A consumer gets each
-parameter's gradients as soon as they are computed, and memory is freed during the pass.
+a linear layer, the result is the pair of output gradients and inputs (see ``gradient_formulas``). A
+consumer gets each parameter's gradients as soon as they are computed, and memory is freed during
+the pass.
 """
 
 import itertools
@@ -39,10 +41,11 @@ from trak_core.gradients.graph import (
     trace,
 )
 
-# A function of a list of gradients (rows, *shape), with None for a tensor without a gradient.
+# A function that is called with a list of gradients of several tensors. Each has shape (rows,
+# *shape), or is None if the tensor has no gradient.
 Watcher = Callable[[list[Tensor | None]], None]
 _Tensors = Sequence[Tensor]
-# A function of a parameter and its gradients (rows, *shape).
+# A function that is called with a parameter and its gradients, shape (rows, *shape).
 _Taker = Callable[[Tensor, Tensor], None]
 
 
@@ -53,12 +56,13 @@ def take_rows(
     parameters: Sequence[Tensor],
     extra: dict[Tensor, Tensor],
 ) -> None:
-    """Propagate rows of gradients from outputs to parameters, and pass them to the consumer.
+    """Propagate several rows of output gradients to parameters, and pass results to the consumer.
 
-    One vmapped pass computes all rows. A parameter's rows are freed after the consumer has used
-    them. If an operation can't be vmapped, there is one pass for each row, and the consumer gets
-    the rows of all parameters at the end. Gradients of each output have shape (rows, *shape).
-    ``extra`` contains gradients of parameters, shape (rows, entries), to add to the computed rows.
+    ``gradients`` has a tensor of shape (rows, *shape) for each output. ``extra`` maps parameters to
+    gradients, shape (rows, entries), that are added to the results. One vmapped backward pass
+    computes all rows, and a parameter's gradients are freed after the consumer has used them. If an
+    operation can't be vmapped, there is one pass for each row, and the consumer gets the gradients
+    of all parameters at the end.
     """
 
     def run(propagate: Callable[..., None]) -> Consumer:
@@ -80,7 +84,7 @@ def take_rows(
     try:
         part = run(_together)
     except RuntimeError:
-        # If the operation also fails without vmap, that error is raised.
+        # If the operation fails for another reason than vmap, this call raises the same error.
         part = run(_row_by_row)
     consumer.add(part)
 
@@ -95,7 +99,8 @@ def _together(
 
         def hook(gradient: Tensor) -> Tensor:
             watch_rows([gradient], arrive, len(gradients[0]))
-            # Autograd keeps the returned tensor until the pass ends. An expanded zero is small.
+            # Autograd keeps the returned tensor until the pass ends. An expanded zero needs almost
+            # no memory.
             return gradient.new_zeros(()).expand(parameter.shape)
 
         return hook
@@ -126,9 +131,9 @@ def backward(
 ) -> None:
     """Run one backward pass for all rows, and call ``at_stops`` with the gradients of ``stops``.
 
-    Only operations that lead to a stop run. A ``RuntimeError`` is raised if one of them can't be
-    vmapped. Gradients of each output have shape (rows, *shape). None means one row of ones, which
-    is allowed for scalar outputs.
+    ``gradients`` has a tensor of shape (rows, *shape) for each output. None means one row of ones,
+    for outputs that are scalars. Only operations that lead to a stop run. A ``RuntimeError`` is
+    raised if one of them can't be vmapped.
     """
 
     def run(*rows: Tensor) -> Tensor:
@@ -145,13 +150,17 @@ def backward(
         run(*(gradient[0] for gradient in gradients))
         return
     with warnings.catch_warnings():
-        # Operations without a batching rule run once for each row, which is correct.
+        # torch warns about operations without a batching rule. They run once for each row, which is
+        # slow but correct.
         warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
         torch.func.vmap(run)(*gradients)
 
 
 def watch_rows(gradients: Sequence[Tensor | None], watcher: Watcher, n_rows: int) -> None:
-    """Call the watcher with all ``n_rows`` rows of each gradient. ``backward`` must be running."""
+    """Call the watcher with gradients of shape (n_rows, *shape), also inside of ``vmap``.
+
+    During a vmapped backward pass, ``gradients`` look like one row, but stand for all rows.
+    """
     if n_rows == 1:
         watcher([None if gradient is None else gradient.unsqueeze(0) for gradient in gradients])
     elif any(gradient is not None for gradient in gradients):
@@ -159,7 +168,7 @@ def watch_rows(gradients: Sequence[Tensor | None], watcher: Watcher, n_rows: int
 
 
 class _SeenThroughVmap(torch.autograd.Function):
-    """A function with a batching rule, which calls the watcher with vmap's batched tensors."""
+    """A function whose batching rule for ``vmap`` calls the watcher with the batched tensors."""
 
     @staticmethod
     def forward(watcher: Watcher, *gradients: Tensor | None) -> Tensor:
@@ -186,11 +195,11 @@ class _SeenThroughVmap(torch.autograd.Function):
 def hooked(
     start: Iterable[GradientEdge], hooks: Iterable[tuple[Callable[..., Any], Callable[..., Any]]]
 ) -> Generator[None, None, None]:
-    """Register hooks for one backward pass, which must run in the context and begin at ``start``.
+    """Register hooks for one backward pass, which begins at ``start``, and remove them at the end.
 
     ``hooks`` are pairs (register, hook), where ``register`` is a function that registers the hook.
-    An operation may run another backward pass inside this one, for example to solve an adjoint ODE.
-    The hooks ignore such passes.
+    An operation may run a second backward pass inside the first one, for example to solve an
+    adjoint ODE. The hooks ignore the second pass.
     """
     passes: list[int] = []
 
@@ -210,11 +219,11 @@ def hooked(
 
 
 class GraphNeededError(Exception):
-    """An operation without a closed form must be differentiated again, but its graph was freed."""
+    """An operation without a formula must be differentiated again, but its graph was freed."""
 
 
 def by_rows(consumer: Consumer, output: Tensor, parameters: Sequence[Tensor]) -> None:
-    """Compute the gradients of each entry of ``output``, in row-major order, and keep the graph."""
+    """Pass the gradients of each entry of ``output``, in row-major order, to the consumer."""
     edge = get_gradient_edge(output)
     reached = [parameters[i] for i in trace([edge.node], parameters).parameters.values()]
     if reached and output.numel():
@@ -222,7 +231,8 @@ def by_rows(consumer: Consumer, output: Tensor, parameters: Sequence[Tensor]) ->
         take_rows(consumer, [edge], [rows.view(-1, *output.shape)], reached, {})
 
 
-# Plans by their key, with node numbers in place of nodes.
+# Plans of recent graphs, by key. They have node numbers in place of nodes, so that no graph is kept
+# in memory.
 _PLANS: dict[Hashable, Plan] = {}
 _MOST_PLANS = 16
 
@@ -233,13 +243,14 @@ _UNREADABLE = "has a graph that doesn't show which gradient belongs to which sam
 def plan_of(output: Tensor, parameters: Sequence[Tensor], dim: int) -> Plan:
     """Return the plan of a backward pass for samples along dimension ``dim`` of ``output``.
 
-    The plans of recent graphs are kept, and reused for graphs with an equal signature.
+    To save time, the plans of recent graphs are kept, and reused for graphs with an equal
+    ``signature``.
 
     Raises:
         MixedSamplesError: If an operation computes statistics over samples.
-        UnreadableGraphError: If there is no sample, if samples can't be told apart, if no parameter
-            is reached, or if a single sample has several entries. Also if parameters or modules
-            have backward hooks, which autograd would call with the sum of the samples' gradients.
+        UnreadableGraphError: If there is no sample, if samples can't be told apart, if ``output``
+            depends on no parameter, or if a single sample has several entries. Also if parameters
+            or modules have backward hooks, which would get the sum of the samples' gradients.
     """
     n_samples = output.shape[dim]
     stride = stride_at(output.shape, dim, 1, max(1, n_samples))
@@ -254,7 +265,7 @@ def plan_of(output: Tensor, parameters: Sequence[Tensor], dim: int) -> Plan:
         of_modules = any(node.name() == "BackwardHookFunctionBackward" for node in graph.order)
         if of_modules or any(parameters[i]._backward_hooks for i in graph.parameters.values()):
             raise UnreadableGraphError(
-                "has hooks on parameters or modules, which may change gradients"
+                "has backward hooks on parameters or modules, which may change gradients"
             )
         layout = Layout(stride, n_samples)
         plan = make_plan(graph, (edge.node, edge.output_nr), layout, parameters)
@@ -275,20 +286,21 @@ def by_samples(
 
     Let f_{c,i} be the entries of ``output``, where the sample i is the index along ``dim``, and c
     is the index along all other dimensions. For each c, the gradient of sum_i f_{c,i} is
-    propagated. Rows are ordered by c, then i. The errors of ``plan_of`` are raised before the
-    consumer gets gradients.
+    propagated. The consumer gets one gradient for each entry, ordered by c, then i. The errors of
+    ``plan_of`` are raised before it gets any.
 
-    Without ``keep_graph``, saved tensors are freed during the pass, unless an operation without a
-    closed form is known to need them. If an operation turns out to need freed tensors, a
-    ``GraphNeededError`` is raised. By then, the consumer has processed some of the gradients.
+    Without ``keep_graph``, the tensors that operations have saved are freed during the pass. They
+    are kept if an operation has no formula for its gradients, because it is then differentiated
+    again. If a formula exists but doesn't apply, a ``GraphNeededError`` is raised. By then, the
+    consumer has processed some of the gradients.
     """
     plan = plan_of(output, parameters, dim)
     others = [size for i, size in enumerate(output.shape) if i != dim]
     n_samples = output.shape[dim]
     n_each = output.numel() // n_samples
     if n_each == 1:
-        # The pass starts from the sum. For an explicit gradient, torch would import sympy to check
-        # its shape, which is slow.
+        # The pass starts from the sum of the outputs, a scalar, which needs no initial gradient.
+        # To check the shape of an initial gradient, torch would import sympy, which is slow.
         with torch.enable_grad():
             start, gradients = get_gradient_edge(output.sum()), None
     else:
@@ -322,20 +334,25 @@ def by_samples(
 
 
 class _Pass:
-    """The state of one backward pass."""
+    """The state of one backward pass: the per-sample gradients that have arrived so far.
+
+    They arrive at the crossings of ``plan``: edges from tensors whose entries belong to single
+    samples to regions, which are groups of connected tensors that samples share.
+    """
 
     def __init__(self, plan: Plan, consumer: Consumer, is_kept: bool):
         self.plan, self.consumer = plan, consumer
         self.is_kept = is_kept  # whether the graph outlives the pass
-        # The contributions that have arrived so far, for each direct region with several crossings.
+        # For each region with ``is_direct``, the gradients at its crossings, until all of them have
+        # arrived.
         self.uses: dict[int, list[Contribution]] = {}
-        # Crossings without a closed form, with the gradients of the outputs.
+        # Crossings of operations without a formula, and the gradients of the operations' outputs.
         self.waiting: dict[Node, tuple[dict[int, Tensor], list[tuple[Edge, Region]]]] = {}
-        # Other regions: summed rows at each tensor where gradients enter the region.
+        # For each other region, the sum of gradients at each tensor where they enter the region.
         self.arrived: dict[int, dict[tuple[Node, int], Tensor]] = defaultdict(dict)
 
     def visit(self, node: Node, gradients: dict[int, Tensor]) -> None:
-        """Process the gradients of a node's outputs, shape (C, *shape)."""
+        """Process the gradients of a node's outputs, shape (C, *shape), by output number."""
         layouts, waiting, crossings = self.plan.layouts[node], [], self.plan.crossings[node]
         forms = closed_forms([edge for edge, _ in crossings], gradients, layouts)
         for (edge, region), contribution in zip(crossings, forms, strict=True):
@@ -366,10 +383,10 @@ class _Pass:
         sums[node, number] = sums[node, number] + rows if (node, number) in sums else rows
 
     def finish(self) -> None:
-        """Differentiate operations without a closed form, then propagate through the regions.
+        """Differentiate operations without a formula, then propagate gradients to parameters.
 
-        Call this method after the backward pass. During that pass, differentiating an operation
-        again would compute only the gradients that the pass needs, and call the pass's hooks.
+        This must be called after the backward pass. During the pass, an operation would compute
+        only the gradients that the pass needs, and the hooks of the pass would be called again.
         """
         for node, (gradients, waiting) in self.waiting.items():
             indices = [edge.index for edge, _ in waiting]
@@ -378,7 +395,7 @@ class _Pass:
             for edge, region in waiting:
                 self._take(Dense(by_input[edge.index]), edge, region)
         for region in self.plan.regions:
-            if id(region) in self.uses:  # some crossings got no gradient
+            if id(region) in self.uses:  # no gradient arrived at some of its crossings
                 self.consumer.take(self._parameters(region)[0], self.uses.pop(id(region)))
             sums = self.arrived.pop(id(region), None)
             if not sums:
@@ -398,7 +415,7 @@ class _Pass:
 
 
 def _to_parameter(contribution: Contribution, edge: Edge) -> Contribution:
-    """Return the contribution to the parameter that a direct crossing leads to."""
+    """Return a parameter's gradients from those of a reshaped or transposed view of it."""
     node = edge.node
     while leaf_of(node) is None:
         if not keeps_order(node):
@@ -408,7 +425,7 @@ def _to_parameter(contribution: Contribution, edge: Edge) -> Contribution:
 
 
 def _past_moves(rows: Tensor, edge: Edge) -> tuple[Tensor, Node, int]:
-    """Propagate rows through operations that only move entries, so that uses can be summed."""
+    """Return gradients at an edge as those of the tensor below operations that move entries."""
     node, number = edge.node, edge.number
     rows = rows.view(-1, *shape_of(node, number))
     while name_of(node) in MOVES - {"Transpose", "Permute"}:
@@ -422,7 +439,7 @@ def _past_moves(rows: Tensor, edge: Edge) -> tuple[Tensor, Node, int]:
 def _by_operation(
     node: Node, gradients: dict[int, Tensor], layouts: dict[int, Layout], indices: list[int]
 ) -> dict[int, Tensor]:
-    """Return gradients (C, B, *shape) by input index, from one derivative for each sample."""
+    """Return a node's input gradients, (C, B, *shape), from one derivative for each sample."""
     n_samples = next(iter(layouts.values())).n_samples
     like = next(iter(gradients.values()))
     n_each = len(like)
@@ -438,7 +455,7 @@ def _by_operation(
 
 
 def _masked(gradient: Tensor, layout: Layout, sample: int) -> Tensor:
-    """Return the gradient with zeros for all other samples, so that their terms vanish."""
+    """Return the gradient with zeros at all entries that belong to other samples."""
     if layout.n_samples == 1:
         return gradient
     is_own = layout.in_turn.to(gradient.device) == sample

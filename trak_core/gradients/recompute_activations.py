@@ -1,13 +1,14 @@
 """Save memory: recompute the activations of a model's repeated blocks in the backward pass.
 
-After the call of a block, only its inputs stay in memory. When the backward pass first needs one of
-its saved tensors, the block is called again, and all its saved tensors are restored. They are freed
-with the graph's nodes that saved them, or when the next block is recomputed.
+After the call of a block, only its inputs stay in memory. When the backward pass first needs a
+tensor that an operation of the block has saved, the block is called again, and all its saved
+tensors are restored. They are freed together with the graph's nodes that saved them, or when the
+next block is recomputed.
 
 Unlike with ``torch.utils.checkpoint``, the graph has the nodes of all operations, which
 ``one_pass`` reads, and the model need not be changed. The saved tensors of both calls are compared
 by fingerprints, and an ``InputError`` is raised if they differ. A block is not recomputed if its
-arguments contain objects that it may modify.
+arguments contain objects that it may modify, because the second call would get other arguments.
 
 Source: Chen et al., "Training deep nets with sublinear memory cost", 2016.
 """
@@ -29,48 +30,52 @@ from torch.utils import _pytree as pytree
 from trak_core.errors import InputError
 from trak_core.gradients.differentiable_model import graph_to, in_evaluation_mode
 
-# Types of arguments that a call can't change, except tensors, whose versions are compared.
+# Types of arguments that are safe for a second call. Tensors may be modified in a call, which their
+# version counters reveal. Objects of the other types can't be modified.
 _PLAIN = (Tensor, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
-# Tensors of these dtypes are not compared, because they may be uninitialized workspaces or seeds.
+# Saved tensors of these dtypes are not compared between two calls, because they may be
+# uninitialized workspaces or seeds, which differ although the results are equal.
 _WORK = (torch.uint8, torch.uint64)
-# Allowed difference between two calls, in machine epsilons. A GPU may sum in any order.
+# Allowed difference between the numbers of two calls, in machine epsilons. It is not 0, because a
+# GPU may sum in a different order in each call.
 _ROUNDING = 8
 
 
 class Recomputation:
-    """Recomputation of the repeated blocks of a model."""
+    """Recompute the activations of a model's repeated blocks instead of keeping them in memory."""
 
     def __init__(self, model: nn.Module):
         self._model = model
-        # The blocks: members of ``nn.ModuleList`` or ``nn.Sequential`` that share a class.
+        # The blocks: members of an ``nn.ModuleList`` or ``nn.Sequential`` in which two members have
+        # the same class.
         self.found = _repeated(model)
         self.is_on = False  # whether the blocks are recomputed
         # The call whose saved tensors are in memory.
         self.last: Callable[[], _Call | None] = lambda: None
-        # For ``sample_memory``: bytes of kept storages by address, and the largest number of bytes
-        # that a call frees.
+        # Counts for ``sample_memory``: the bytes of each storage that stays in memory, by address,
+        # and the largest number of bytes that the call of one block frees.
         self._kept: dict[int, int] = {}
         self._largest = 0
-        # Classes of blocks that can't be called again and therefore keep their saved tensors.
+        # Names of the classes of blocks that can't be called again and so keep all saved tensors.
         self.whole: set[str] = set()
 
     def start(self) -> None:
-        """Recompute every block from now on."""
+        """Replace each block's ``forward``, so that it is recomputed from now on."""
         self.is_on = True
         for block in self.found:
             block.forward = _Forward(self, block, block.forward)
         for module in self._model.modules():
             config: Any = getattr(module, "config", None)
             if getattr(config, "use_cache", None) is True:
-                config.use_cache = False  # A cache of a transformers' model would be filled twice.
+                config.use_cache = False  # the second call of a block would fill the cache again
 
     def told(self) -> str:
         kinds = Counter(type(block).__name__ for block in self.found)
         names = ", ".join(f"{n} {name}" for name, n in kinds.items())
         whole = ", ".join(sorted(self.whole))
         whole = whole and (
-            " Blocks that write into their arguments, or get objects other than tensors, plain "
-            f"values, lists, tuples and dicts, keep all activations: {whole}."
+            " The following blocks write into their arguments, or get objects other than tensors, "
+            f"plain values, lists, tuples and dicts. They keep all activations: {whole}."
         )
         return (
             "the activations of one sample don't fit into memory. The model's repeated blocks "
@@ -82,7 +87,7 @@ class Recomputation:
         self._kept, self._largest = {}, 0
 
     def note(self, kept: dict[int, int], dropped_bytes: int) -> None:
-        """Count the storages that a call keeps (bytes by address), and the bytes that it frees."""
+        """Count a call's memory: bytes of kept storages by address, and bytes that it frees."""
         self._kept.update(kept)
         self._largest = max(self._largest, dropped_bytes)
 
@@ -93,7 +98,7 @@ class Recomputation:
 
 
 def _repeated(model: nn.Module) -> list[nn.Module]:
-    """Return the members of outermost module lists in which two members share a class."""
+    """Return the members of outermost module lists in which two members have the same class."""
     blocks: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for module in model.modules():  # outer before inner
@@ -107,7 +112,7 @@ def _repeated(model: nn.Module) -> list[nn.Module]:
 
 
 class _Forward:
-    """A replacement for a block's ``forward``. It is no closure, so that models can be copied."""
+    """A replacement for a block's ``forward``. Unlike a closure, it is copied with the model."""
 
     def __init__(self, owner: Recomputation, block: nn.Module, forward: Callable[..., Any]):
         self.owner, self.block, self.forward = owner, block, forward
@@ -122,7 +127,7 @@ class _Forward:
 
 
 class _Saved:
-    """A tensor that an operation saved. Only the graph has a strong reference to it."""
+    """A tensor that an operation saved, or None while not in memory. Only the graph holds it."""
 
     __slots__ = ("__weakref__", "call", "tensor")
 
@@ -138,12 +143,12 @@ class _Saved:
 
 
 class _Call:
-    """One call of a block, which can be repeated."""
+    """One call of a block, with all that is needed to repeat it."""
 
     def __init__(self, of: _Forward, args: Sequence[Any], kwargs: dict[str, Any]):
         self.of = of
-        # The arguments without their graph. They share memory and version counters with the
-        # original arguments.
+        # The arguments without their graph, which would otherwise stay in memory. They share memory
+        # and version counters with the original arguments.
         self.given = pytree.tree_map_only(
             Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), (tuple(args), kwargs)
         )
@@ -162,7 +167,7 @@ class _Call:
         self.random = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self.gpus)]
 
     def first(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Call the block, and free the tensors that its operations save."""
+        """Return the result of the block, and free the tensors that its operations have saved."""
         alive: list[tuple[_Saved, Tensor]] = []
 
         def pack(tensor: Tensor) -> Tensor | _Saved:
@@ -189,7 +194,7 @@ class _Call:
         self.of.owner.note(kept, sum(n for place, n in sizes.items() if place not in kept))
         for saved, _ in alive:
             saved.tensor = None
-        alive.clear()  # the graph keeps ``pack`` and its closure alive
+        alive.clear()  # the graph keeps ``pack`` alive, and thereby this list
         return returned
 
     def again(self) -> None:
@@ -240,22 +245,22 @@ class _Call:
 
     def _refusal(self, difference: str) -> InputError:
         return InputError(
-            "Repeated blocks must compute the same numbers when they are called twice, which is "
-            "needed because a sample's activations don't fit into memory. Found that, in the "
-            f"second call of a {type(self.of.block).__name__}, {difference}. Raise "
-            "compute.memory_mb, or shorten the sample.",
+            "Repeated blocks must compute the same numbers when they are called twice. They are "
+            "called twice because a sample's activations don't fit into memory. In the second "
+            f"call of a {type(self.of.block).__name__}, {difference}. Raise compute.memory_mb, or "
+            "shorten the sample.",
             code="gradients.second_call",
         )
 
 
 def _sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Return the bytes of storages by their address."""
+    """Return the number of bytes of each tensor's storage, by the storage's address."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
 def _fingerprint(tensor: Tensor) -> int | Tensor | None:
-    """Return a fingerprint of a tensor's values, without waiting for a GPU."""
+    """Return a fingerprint of a tensor's values, or None if the tensor is not compared."""
     tensor = tensor.detach()
     is_index = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
     if tensor.dtype in _WORK or (is_index and tensor.ndim == 0):
@@ -264,7 +269,7 @@ def _fingerprint(tensor: Tensor) -> int | Tensor | None:
 
 
 def _checksum(tensor: Tensor) -> int:
-    """Return a checksum of the bits. On a CPU, two calls compute the same bits."""
+    """Return a checksum of a tensor's bits, for a CPU, on which two calls give the same bits."""
     for i, stride in enumerate(tensor.stride()):
         tensor = tensor if stride else tensor.narrow(i, 0, min(1, tensor.shape[i]))
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
@@ -274,7 +279,10 @@ def _checksum(tensor: Tensor) -> int:
 
 
 def _sums(tensor: Tensor) -> Tensor:
-    """Return sums and norms over all dimensions except the last, along which scales may differ."""
+    """Return the sum and the norm of a tensor for each index of the last dimension.
+
+    The scale may differ along this dimension, so a single sum would hide small differences.
+    """
     values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     values = (values if values.is_floating_point() else values.double()).reshape(
         -1, *values.shape[-1:]
@@ -285,7 +293,7 @@ def _sums(tensor: Tensor) -> Tensor:
 
 
 def _agree(new: int | Tensor | None, old: int | Tensor | None, dtype: torch.dtype) -> bool:
-    """Return whether fingerprints are equal, up to rounding if they are sums."""
+    """Return whether two fingerprints are equal, up to rounding if they are sums and norms."""
     if not (isinstance(new, Tensor) and isinstance(old, Tensor)):
         return bool(new == old)
     is_float = dtype.is_floating_point or dtype.is_complex

@@ -1,8 +1,9 @@
 """Rules that derive the layout of an operation's input from the layout of its output.
 
-A layout assigns entries to samples (``graph.py``). A rule may return a layout only if no entry of
-the output depends on input entries of other samples. Otherwise it returns None, which means that
-the input is shared. Operations without a rule are probed by ``graph.probed_layouts``.
+A layout assigns the entries of a tensor to samples (``graph.py``). A rule may return a layout of an
+input only if no output entry of one sample depends on input entries of another. Otherwise it
+returns None, which means that samples share the input. Operations without a rule are differentiated
+with test gradients (``graph.probed_layouts``).
 """
 
 import math
@@ -40,8 +41,9 @@ class MixedSamplesError(UnreadableGraphError):
 class RuleInput:
     """The argument of a rule: input ``index`` of an operation, and the layout of one output.
 
-    ``input`` and ``output`` are shapes. The samples lie along the output's dimension ``dim`` (-1 if
-    they span several dimensions), with ``width`` consecutive indices for each sample.
+    ``input`` and ``output`` are shapes of these two tensors. The samples lie along the output's
+    dimension ``dim`` (-1 if they lie along several dimensions), with ``width`` consecutive indices
+    for each sample.
     """
 
     node: Node
@@ -53,16 +55,16 @@ class RuleInput:
     width: int
 
     def along(self, dim: int) -> Layout | None:
-        """Return the layout of an input with samples along ``dim``, or None if its size differs."""
+        """Return the layout for samples along input dimension ``dim``, or None if sizes differ."""
         if not (0 <= dim < len(self.input) and self.input[dim] == self.output[self.dim]):
             return None
         stride = stride_at(self.input, dim, self.width, self.layout.period)
         return None if stride is None else replace(self.layout, stride=stride)
 
     def owners_of_rows(self, n_dims: int) -> Tensor | None:
-        """Return the owners of the output's rows, in the shape of its first ``n_dims`` dimensions.
+        """Return the sample number of each row of the output, or None if a row has several samples.
 
-        Return None if a row belongs to several samples.
+        Rows are indexed by the output's first ``n_dims`` dimensions, which is the result's shape.
         """
         tail = math.prod(self.output[n_dims:])
         if self.layout.stride % tail:
@@ -71,14 +73,14 @@ class RuleInput:
         return self.layout.of_blocks(tail, math.prod(head)).view(head)
 
     def saved_dims(self, n_dims: int) -> set[int]:
-        """Return the saved argument ``dim`` as a set, or all ``n_dims`` dimensions."""
+        """Return the dimensions in the saved argument ``dim``, or all ``n_dims`` if it is None."""
         saved = getattr(self.node, "_saved_dim", getattr(self.node, "_saved_dims", None))
         values = range(n_dims) if saved is None else saved if isinstance(saved, tuple) else (saved,)
         return {_signed(v) % n_dims for v in values} or set(range(n_dims))
 
 
 def _signed(dim: int) -> int:
-    """Convert a saved dimension, which the graph returns as an unsigned 64-bit number."""
+    """Return a saved dimension as a signed number. The graph returns it as an unsigned one."""
     return dim - 2**64 if dim >= 2**63 else dim
 
 
@@ -92,11 +94,11 @@ def _reshaped(given: RuleInput) -> Layout | None:
 def _pointwise(given: RuleInput) -> Layout | None:
     if given.dim >= 0:
         return given.along(given.dim - len(given.output) + len(given.input))
-    return given.layout if given.input == given.output else None  # None for broadcast inputs
+    return given.layout if given.input == given.output else None  # None if the input is broadcast
 
 
 def _repeated(given: RuleInput) -> Layout | None:
-    """The output repeats the whole input, or parts of each sample."""
+    """Rule for an operation whose output repeats the whole input, or parts of each sample."""
     n_entries, turn = math.prod(given.input), given.layout.stride * given.layout.period
     n_trailing = max(0, len(given.input) - 1)
     is_whole = given.output[len(given.output) - n_trailing :] == given.input[1:]
@@ -104,12 +106,12 @@ def _repeated(given: RuleInput) -> Layout | None:
 
 
 def _over_saved_dims(given: RuleInput) -> Layout | None:
-    """The operation mixes entries along its argument ``dim`` only."""
+    """Rule for an operation that mixes entries along its argument ``dim`` only."""
     return None if given.dim in given.saved_dims(len(given.output)) else given.along(given.dim)
 
 
 def _sliced(given: RuleInput) -> Layout | None:
-    """The operation changes sizes, but must not change the size of the samples' dimension."""
+    """Rule for an operation that cuts dimensions, but not the one along which samples lie."""
     return given.along(given.dim) if len(given.input) == len(given.output) else None
 
 
@@ -120,7 +122,7 @@ def _padded(given: RuleInput) -> Layout | None:
 
 
 def _reduced(given: RuleInput) -> Layout | None:
-    """The operation reduces over its argument ``dim``."""
+    """Rule for an operation, such as a sum, that reduces over its argument ``dim``."""
     gone = given.saved_dims(len(given.input))
     if getattr(given.node, "_saved_keepdim", False):
         return None if given.dim in gone else given.along(given.dim)
@@ -129,7 +131,7 @@ def _reduced(given: RuleInput) -> Layout | None:
 
 
 def _selected(given: RuleInput) -> Layout | None:
-    """The output lacks the dimension ``dim`` of the input."""
+    """Rule for an operation whose output lacks the input's dimension ``dim``."""
     (gone,) = given.saved_dims(len(given.input))
     return given.along(given.dim + (given.dim >= gone))
 
@@ -155,7 +157,7 @@ def _matrix_transposed(given: RuleInput) -> Layout | None:
 
 
 def _indexed(given: RuleInput) -> Layout | None:
-    """The operation selects rows by indices. A selected row belongs to the output row's owner."""
+    """Rule for indexing of rows. An input row belongs to the sample of its copy in the output."""
     n_dims, numbers, index = _rows(given.input, given)
     picked = numbers[index]
     if given.dim >= picked.ndim:  # the samples lie along dimensions that aren't indexed
@@ -170,7 +172,7 @@ def _index_selected(given: RuleInput) -> Layout | None:
 
 
 def _owned(given: RuleInput, n_dims: int, picked: Tensor, own: Tensor) -> Layout | None:
-    """Assign each selected input row to the owner of its output row, or return None."""
+    """Return the layout of an input whose rows ``picked`` were copied to output rows of samples."""
     head = given.input[:n_dims]
     owners = torch.full((math.prod(head),), -1)
     known = own >= 0
@@ -181,10 +183,11 @@ def _owned(given: RuleInput, n_dims: int, picked: Tensor, own: Tensor) -> Layout
 
 
 def _rows(shape: tuple[int, ...], given: RuleInput) -> tuple[int, Tensor, tuple[Any, ...]]:
-    """Return the number of indexed dimensions, and ``numbers`` and ``index`` on the CPU.
+    """Return how an operation selects rows of a tensor of the given shape.
 
-    ``numbers`` are the row numbers in the shape of the indexed dimensions. The operation selects
-    the rows ``numbers[index]`` of a tensor with this shape.
+    Returns:
+        The number of indexed dimensions, ``numbers`` and ``index``. ``numbers`` are the row numbers
+        in the shape of the indexed dimensions. The operation selects the rows ``numbers[index]``.
     """
     dim = getattr(given.node, "_saved_dim", None)
     if dim is None:
@@ -198,7 +201,7 @@ def _rows(shape: tuple[int, ...], given: RuleInput) -> tuple[int, Tensor, tuple[
 
 
 def _written(given: RuleInput) -> Layout | None:
-    """The operation writes or adds rows of the second input to the first input, at indices."""
+    """Rule for an operation that writes or adds rows of input 1 to input 0, at given indices."""
     if given.index == 0:
         return given.layout if given.input == given.output else None
     n_dims, _, index = _rows(given.output, given)
@@ -211,7 +214,7 @@ def _written(given: RuleInput) -> Layout | None:
 
 
 def _product(given: RuleInput, left: int = 0) -> Layout | None:
-    """The operation multiplies inputs ``left`` and ``left + 1``, and adds input 0 if left is 1."""
+    """Rule for a product of the inputs ``left`` and ``left + 1``, plus input 0 if ``left`` is 1."""
     if given.index < left:
         return _pointwise(given)
     n = len(given.output)
@@ -221,7 +224,7 @@ def _product(given: RuleInput, left: int = 0) -> Layout | None:
 
 
 def _along_first_dim(given: RuleInput) -> Layout | None:
-    """Samples lie along the first dimension, and the operation doesn't mix its entries."""
+    """Rule for an operation that treats each index of the first dimension separately."""
     return given.along(0) if given.index == 0 and given.dim == 0 else None
 
 
@@ -239,27 +242,27 @@ def _batch_normed(given: RuleInput) -> Layout | None:
 
 
 def _pooled(given: RuleInput) -> Layout | None:
-    """The operation, such as ``MaxPool2D``, treats each channel of each sample separately."""
+    """Rule for an operation, such as ``MaxPool2D``, that treats each channel separately."""
     n_spatial = int(name_of(given.node).partition("D")[0][-1])
     is_channel = given.index == 0 and given.dim < len(given.output) - n_spatial
     return given.along(given.dim) if is_channel else None
 
 
 def _strided(given: RuleInput) -> Layout | None:
-    """The operation only sets channels-last strides, as ``adaptive_avg_pool2d(x, 1)`` does."""
-    # The shape is (N, C, 1, 1), for which these strides don't move entries.
+    """Rule for ``as_strided`` if it only sets channels-last strides, as in adaptive pooling."""
+    # For the shape (N, C, 1, 1), these strides don't move entries. Other strides may do so.
     c = given.input[1] if len(given.input) == 4 else 0
     is_mark = given.input[2:] == (1, 1) and tuple(given.node._saved_stride) == (c, 1, c, c)
     return given.layout if is_mark and given.input == given.output else None
 
 
 def _attended(given: RuleInput) -> Layout | None:
-    """Inputs are queries, keys, values and, on a GPU, a bias of the attention weights."""
+    """Rule for attention. Inputs are queries, keys, values and, on a GPU, a bias of the weights."""
     return given.along(given.dim) if given.index < 4 and given.dim in {0, 1} else None
 
 
 def _shared(given: RuleInput) -> Layout | None:
-    return None  # parameters are the only inputs
+    return None  # all inputs are parameters, which samples share
 
 
 _NAMES: dict[Rule, str] = {
@@ -314,33 +317,34 @@ _NAMES: dict[Rule, str] = {
 
 
 _RULES: dict[str, Rule] = {name: rule for rule, names in _NAMES.items() for name in names.split()}
-# These operations only move entries. They are probed if their rule returns None.
+# Operations that only move entries. If their rule returns None, they are differentiated with test
+# gradients (``probed_layouts``), because samples may still be told apart.
 _PROBED_WITHOUT_ANSWER = {
     *("AsStrided", "Cat", "Stack", "Slice", "Split", "SplitWithSizes", "Select", "Unbind"),
     *("Flip", "Roll", "ConstantPadNd"),
 }
-# The results of these rules depend on saved indices.
+# Rules whose results depend on saved indices. Plans that use them can't be reused.
 _BY_VALUE = {_indexed, _index_selected, _written}
-# These rules also handle samples that span several dimensions.
+# Rules that also handle samples that lie along several dimensions.
 _BY_POSITION = {_reshaped, _pointwise, _repeated, _strided, _indexed, _written}
 
 
 def input_layouts(
     edges: list[Edge], outputs: dict[int, Layout]
 ) -> tuple[list[Layout | None], bool]:
-    """Return the layouts of an operation's inputs, given the layouts of its outputs, for B >= 2.
+    """Return the layouts of an operation's inputs, given those of its outputs, for several samples.
 
-    The first result has a layout for each of the operation's edges, or None if the input is shared.
-    The second is False if saved values determine the layouts, and True if the graph's ``signature``
-    does. Statistics over samples raise a ``MixedSamplesError``.
+    The first result has a layout for each edge, or None if samples share the input. The second is
+    True if graphs with an equal ``signature`` have the same layouts, and False if the layouts
+    depend on saved values. A ``MixedSamplesError`` is raised for statistics over samples.
     """
     if not edges:
         return [], True
     layouts = [_by_rule(edge, outputs) for edge in edges]
     name = name_of(edges[0].user)
     is_unknown = name not in _RULES or (name in _PROBED_WITHOUT_ANSWER and None in layouts)
-    # Operations of torch that have parameters (for example, the kernel of an RNN) are
-    # differentiated once for each sample in any case, so probing them would not help.
+    # An operation of torch that takes parameters, such as the kernel of an RNN, is differentiated
+    # once for each sample in any case. Test gradients would cost time and save nothing.
     has_parameters = any(leaf_of(edge.node) is not None for edge in edges)
     if is_unknown and (is_function(edges[0].user) or not has_parameters):
         return probed_layouts(edges, outputs), False

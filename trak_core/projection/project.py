@@ -41,9 +41,9 @@ def _checked_blocks(gradients: M | Sequence[M]) -> list[M]:
     }
     if len(kinds) != 1:
         raise InputError(
-            "`gradients` must be a matrix with a row for each sample, or a sequence of such "
-            "matrices of the same type, number of rows, dtype and device. The dtype must be "
-            "float32, float16 or (torch) bfloat16. Found "
+            "`gradients` must be a matrix with one row for each sample, or a sequence of such "
+            "matrices. All matrices must have the same type, number of rows, dtype and device. The "
+            "dtype must be float32, float16 or, with torch, bfloat16. Found "
             f"{listed(map(_described, blocks)) or 'an empty sequence'}.",
             code="projection.gradients",
         )
@@ -51,7 +51,7 @@ def _checked_blocks(gradients: M | Sequence[M]) -> list[M]:
 
 
 def _checked_out(out: M | None, accumulate: bool, like: M, proj_dim: int) -> M:
-    """Return the array for the result, filled with zeros unless ``accumulate`` is true."""
+    """Return ``out``, or a new array if it is None. It has zeros unless ``accumulate`` is true."""
     shape = (len(like), proj_dim)
     if out is None:
         if isinstance(like, Tensor):
@@ -66,8 +66,8 @@ def _checked_out(out: M | None, accumulate: bool, like: M, proj_dim: int) -> M:
         and tuple(out.shape) == shape
     ):
         raise InputError(
-            f"`out` must have dtype float32 and shape {shape}, be an array of the same library and "
-            "on the same device as `gradients`, and not require gradients. Found "
+            f"`out` must have dtype float32 and shape {shape}. Its library (NumPy or torch) and "
+            "its device must be those of `gradients`, and it must not require gradients. Found "
             f"{_described(out)}.",
             code="projection.out",
         )
@@ -77,7 +77,7 @@ def _checked_out(out: M | None, accumulate: bool, like: M, proj_dim: int) -> M:
 
 
 def _array(tensor: Matrix) -> np.ndarray:
-    """Return a matrix on the CPU as an array, without a copy. bfloat16 is viewed as uint16."""
+    """Return a matrix on the CPU as a NumPy array, without a copy. bfloat16 is viewed as uint16."""
     if isinstance(tensor, np.ndarray):
         return tensor
     if tensor.dtype is torch.bfloat16:
@@ -88,13 +88,13 @@ def _array(tensor: Matrix) -> np.ndarray:
 def _check_finite(out: Matrix) -> None:
     if isinstance(out, Tensor) and out.is_cuda:
         finite = torch.isfinite(out)
-    else:  # NumPy takes a tenth of the time that torch takes.
+    else:  # NumPy takes a tenth of torch's time.
         finite = np.isfinite(_array(out))
     if not finite.all():
         rows = [i for i, row in enumerate(finite) if not row.all()]
         raise InputError(
-            "`gradients` must be finite, and their projection must not overflow float32. Found NaN "
-            f"or infinity in the projection of rows {listed(rows)}.",
+            "`gradients` must be finite, and their projection must not overflow float32. There is "
+            f"NaN or infinity in the projection of rows {listed(rows)}.",
             code="projection.not_finite",
         )
 
@@ -102,10 +102,11 @@ def _check_finite(out: Matrix) -> None:
 def add_projection(
     blocks: Sequence[M], spec: ProjectionSpec, offset: int, out: M, threads: int
 ) -> None:
-    """Add the unscaled projection of blocks to ``out``, without the checks of ``project``.
+    """Add the unscaled projection of blocks of gradients to ``out``, without checks.
 
-    The first column of the first block is multiplied by row ``offset`` of R. On CUDA, this function
-    only queues work. It does not check values, because a check would wait for the GPU.
+    Blocks have consecutive columns. The first column of the first block is multiplied by row
+    ``offset`` of the projection matrix. Unlike ``project``, this function does not check values. On
+    CUDA, it only queues work, and a check would wait for the GPU.
     """
     device = out.device.type if isinstance(out, Tensor) else "cpu"
     result: Any = out
@@ -144,15 +145,17 @@ def project(
 ) -> M:
     r"""Project each row of ``gradients`` to ``spec.proj_dim`` dimensions.
 
-    Compute ``Y = X R[o : o + n]``, where X contains the gradients and has n columns, and o is
-    ``offset``. Each entry of R depends only on the spec, its row and its column (``reference.py``),
-    but not on the device, the dtype of the gradients, the batch, the chunks or the number of
-    threads. If ``spec.is_nested``, the first k columns of a wider matrix equal the matrix with k
-    columns. Sums are computed in float32. On one device, Y does not depend on the batch, the blocks
-    or the threads. Projecting chunks in several calls changes only rounding errors.
+    Compute ``Y = X R[o : o + n]``, where X contains the gradients and has n columns, o is
+    ``offset`` and R is a random matrix. Each entry of R is a function of the spec, its row and its
+    column (``reference.py``), so R is never stored. This differs from projection matrices that are
+    drawn from a random number generator: R does not depend on the device, the dtype of the
+    gradients, the batch, the chunks or the number of threads. If ``spec.is_nested``, the first k
+    columns of a wider matrix equal the matrix with k columns. Sums are computed in float32. On one
+    device, Y does not depend on the batch, the blocks or the threads. Projecting chunks in several
+    calls changes only rounding errors.
 
     The work is done on the device of the gradients. A CUDA kernel is tested at its first use. If a
-    kernel fails, an error is raised. There is no silent fallback.
+    kernel fails, an error is raised, and no other device is used instead.
 
     The error of the projected inner product of x and y has a standard deviation of about
     ``|x| |y| / sqrt(proj_dim)``, and up to sqrt(2) times that for parallel vectors. With the
@@ -214,8 +217,9 @@ def project(
     n_columns = sum(block.shape[1] for block in blocks)
     if offset < 0 or offset + n_columns > spec.n_params:
         raise InputError(
-            "Starting at row `offset`, the columns of `gradients` must fit into the projection "
-            f"matrix, which has {spec.n_params} rows. Found rows {offset} to {offset + n_columns}.",
+            "Each column of `gradients` must have a row in the projection matrix, which has "
+            f"{spec.n_params} rows. From `offset` on, the columns need rows {offset} to "
+            f"{offset + n_columns - 1}. Change `offset` or the spec's `n_params`.",
             code="projection.columns",
         )
     out = _checked_out(out, accumulate, blocks[0], spec.proj_dim)
@@ -226,18 +230,19 @@ def project(
     return out
 
 
-_ROWS = 64  # rows of R that ``back_project`` forms at a time
-_ENTRIES = 2**18  # entries of its result that it computes at a time from a tensor sketch
+_ROWS = 64  # number of rows of the projection matrix that ``back_project`` forms at a time
+_ENTRIES = 2**18  # number of entries that ``back_project`` computes at a time for a tensor sketch
 
 
 def back_project(vectors: Tensor, spec: ProjectionSpec, offset: int, n_entries: int) -> Tensor:
-    """Return ``vectors @ R[offset : offset + n_entries].T`` for the unscaled R of a projection.
+    """Return ``vectors @ R[offset : offset + n_entries].T`` for the unscaled projection matrix R.
 
-    If g is the row returned for a vector v, then <x, g> = <x R, v> for every gradient x. For
-    ``tensor_sketch``, the entries must be those of exactly one parameter. For ``rademacher`` and
-    ``normal``, rows of R are formed, which costs as much as projecting 64 gradients.
+    This is the transpose of ``project``: if g is the row returned for a vector v, then
+    <x, g> = <x R, v> for every gradient x. ``vectors`` has shape (m, k), and the result has shape
+    (m, n_entries). Both are float32.
 
-    ``vectors`` has shape (m, k), and the result has shape (m, n_entries). Both are float32.
+    For ``tensor_sketch``, the entries must be those of exactly one parameter. For ``rademacher``
+    and ``normal``, rows of R are formed, which costs as much as projecting 64 gradients.
     """
     if spec.kind is ProjectionKind.IDENTITY:
         return vectors[:, offset : offset + n_entries]
@@ -274,7 +279,8 @@ def _transposed_hadamard(
     key, words = key_of(spec), np.empty(max(k // 32, 4), np.uint32)
     row_signs, column_signs = np.empty(k, np.float32), np.empty(k, np.float32)
     parts = []
-    # With R_b = D_b H E_b (`reference.py`), v R_b^T = v E_b H D_b. The inner loop multiplies by H.
+    # Block b of R is R_b = D_b H E_b with diagonal matrices of signs D_b and E_b and a Hadamard
+    # matrix H (``reference.py``). Hence v R_b^T = v E_b H D_b. The inner loop multiplies by H.
     for block in range(offset // k, (offset + n_entries - 1) // k + 1):
         fill_signs(row_signs, words, 0, block, key)
         fill_signs(column_signs, words, COLUMN_SIGNS, block, key)

@@ -3,12 +3,14 @@
 This definition is part of the file format. Features from two machines can be compared only because
 every backend computes exactly this matrix. The code here is independent of the backends.
 
-Random words are outputs of Philox4x32-10. The key consists of the seed's two halves. The counter is
+Random 32-bit words are outputs of Philox4x32-10, a function of a key and a counter. Therefore each
+entry of R can be computed by itself, in any order, unlike with ``numpy.random.Generator``. The key
+consists of the two halves of ``spec.seed``. The counter is
 
     (c0, low 32 bits of q, high 32 bits of q | tag << 24, stream).
 
-Each call returns four words. For coordinate g (the row of R) and column j, each kind defines c0, q
-and which of the four words is used:
+Each call returns four words. For coordinate g (the row of R) and column j, each kind of projection
+defines its tag, c0, q and which of the four words is used:
 
 ``rademacher`` (tag 0): c0 = j >> 2, q = 4 * (g >> 7) + ((g >> 1) & 3), word j & 3. A word contains
 the signs of one column for 32 coordinates. The sign of g is bit
@@ -29,26 +31,29 @@ c0 = (w >> 2) + 2^31. A set bit means -1.
 ``tensor_sketch`` (tag 4): each parameter is a row-major matrix of shape n0 x n1, and the parameters
 follow one another. The rows (s = 0) and the columns (s = 1) of parameter l have buckets and signs.
 The row of R for entry (i, j) is sign0[i] sign1[j] in column (bucket0[i] + bucket1[j]) mod k, and 0
-elsewhere. All draws use q = 2 l + s. Index i has word i & 3 of the call c0 = i >> 2. The bucket of
-i is the rank of its word among the k indices with the same i // k. Ties are ordered by index. All k
-words are ranked even if the last group has fewer than k indices. The sign of i is bit i & 31 of
-word w & 3 of the call c0 = (w >> 2) + 2^31, where w = i >> 5. A set bit means -1.
+elsewhere. All words for l and s use q = 2 l + s. Index i has word i & 3 of the call c0 = i >> 2.
+The bucket of i is the rank of its word among the k indices with the same i // k. Ties are ordered
+by index. All k words are ranked even if the last group has fewer than k indices. The sign of i is
+bit i & 31 of word w & 3 of the call c0 = (w >> 2) + 2^31, where w = i >> 5. A set bit means -1.
 
-``identity``: 1 if j = g, else 0.
+``identity``: the entry is 1 if j = g, else 0.
 """
 
 import numpy as np
 
 from trak_core.settings import ProjectionKind, ProjectionSpec
 
-# No kind may use tag 2, because features of version 0.2.0 were computed with it.
+# No kind of projection may use tag 2, with which version 0.2.0 computed features. Otherwise, two
+# different matrices would be derived from the same random words.
 _MASK = np.uint64(0xFFFFFFFF)
 _SD = np.float32(1 / 147.80166)
 _C1, _C3, _C5 = np.float32(0.967765), np.float32(0.004002), np.float32(0.001905)
 
 
 def philox4x32_reference(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
-    """Return the 32-bit words of Philox4x32-10, (4, n), uint64, for counters of shape (4, n).
+    """Return the four random 32-bit words for each of n counters, both of shape (4, n).
+
+    The words are those of Philox4x32-10. The result has dtype uint64.
 
     Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
     """
@@ -67,7 +72,7 @@ def philox4x32_reference(counter: np.ndarray, key: tuple[int, int]) -> np.ndarra
 
 
 def _words(spec: ProjectionSpec, c0: np.ndarray, q: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """Return word ``index`` (0 to 3) of the call at (c0, q), uint64. Arguments are broadcast."""
+    """Return word ``index`` (0 to 3) of the Philox call with counter parts ``c0`` and ``q``."""
     c0, q, index = np.broadcast_arrays(c0, q, index)
     high = (q >> np.uint64(32)) | np.uint64(spec.kind.tag << 24)
     counter = np.stack([c0, q & _MASK, high, np.full_like(q, spec.stream)])
@@ -77,7 +82,7 @@ def _words(spec: ProjectionSpec, c0: np.ndarray, q: np.ndarray, index: np.ndarra
 
 
 def _signs(words: np.ndarray, bit: np.ndarray | np.uint64) -> np.ndarray:
-    """Return -1 where the bit is set and +1 elsewhere, float64."""
+    """Return -1 for each word in which the bit is set, and +1 for other words, as float64."""
     return 1.0 - 2.0 * ((words >> bit) & np.uint64(1)).astype(np.float64)
 
 
@@ -111,7 +116,10 @@ def _hadamard(spec: ProjectionSpec, g: np.ndarray, j: np.ndarray) -> np.ndarray:
 
 
 def _buckets_and_signs(spec: ProjectionSpec, q: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the buckets and signs of the n rows or columns of a parameter, shape (n,) each."""
+    """Return the tensor sketch's buckets and signs of n rows or columns, shape (n,) each.
+
+    ``q`` is 2 l for the rows of parameter l, and 2 l + 1 for its columns.
+    """
     k = spec.proj_dim
     i = np.arange(-(-n // k) * k, dtype=np.uint64)
     words = _words(spec, i >> np.uint64(2), np.full_like(i, q), i & np.uint64(3)).reshape(-1, k)

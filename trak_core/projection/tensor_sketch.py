@@ -1,11 +1,12 @@
 """Compute tensor sketches with torch on any device, from factors or from whole gradients.
 
 A gradient that is a sum of outer products, sum_t a_t b_t^T, can be sketched from its factors a_t
-and b_t without being formed. Entry (i, j) is added to column (bucket0[i] + bucket1[j]) mod k.
-Therefore the sketch of a b^T is the circular convolution of two count sketches: x, the sketch of a
-with the buckets and signs of rows, and y, the sketch of b with those of columns. The discrete
-Fourier transform F turns the convolution into a product. The method of Pham and Pagh is changed in
-four ways:
+and b_t without being formed. Entry (i, j) is multiplied by sign0[i] sign1[j], and added to column
+(bucket0[i] + bucket1[j]) mod k. Therefore the sketch of a b^T is the circular convolution of two
+count sketches: x, the sketch of a with the buckets and signs of rows, and y, the sketch of b with
+those of columns. The discrete Fourier transform F turns the convolution into a product, so that one
+outer product costs O(n0 + n1 + k log k) instead of O(n0 n1). The method of Pham and Pagh is changed
+in four ways:
 
 1. One complex transform is enough for both factors, because F(x + i y)^2 is the transform of
    x * x - y * y + 2 i (x * y), where * is the convolution.
@@ -32,18 +33,18 @@ from trak_core.settings import ProjectionSpec
 
 # The largest number of complex numbers that are transformed in one call. On a CPU, they take 1 MiB,
 # which fits into a core's cache. On a GPU, they take 64 MiB, or 1/256 of its memory if that is
-# more, because a call takes 0.2 ms to start.
+# more. They are larger there, because a call takes 0.2 ms to start.
 _PIECE, _PIECE_OF_GPU, _SHARE_OF_GPU = 2**17, 2**23, 256
-# Costs on one core of an AMD EPYC in nanoseconds, measured with torch 2.13 for k = 1,024 and 4,096
-# and layers of size 256 to 3,072. They decide which of two methods is used. ``_CALL_NS`` and
+# Costs in nanoseconds on one core, by which the cheaper of two methods is chosen. Measured on an
+# AMD EPYC with torch 2.13 for k = 1,024 and 4,096 and layers of size 256 to 3,072. ``_CALL_NS`` and
 # ``_LANE_NS`` were chosen on an Intel Xeon from 135 cases of size 10 to 768 and k = 64 to 4,096. In
 # these cases, the selected method took on average 1.02 times as long as the faster method, and at
 # most 1.5 times.
-_TRANSFORM_NS = 0.33  # two transforms of a token and their product, divided by k log2(k)
-_COUNT_NS = 2.0  # the addition of one entry of a token's factor to its bucket
-_PRODUCT_NS = 0.035  # the addition of a token's term to one entry of a formed gradient
-_CALL_NS = 30_000  # the fixed cost of a sketch from factors, for any number of tokens
-_LANES, _LANE_NS = 8, 8.0  # the addition of one entry of 8 samples' gradients to its bucket
+_TRANSFORM_NS = 0.33  # transforming a token's two factors and multiplying them, per k log2(k)
+_COUNT_NS = 2.0  # adding one entry of a token's factor to its bucket
+_PRODUCT_NS = 0.035  # adding a token's term to one entry of a formed gradient
+_CALL_NS = 30_000  # fixed cost of a sketch from factors, for any number of tokens
+_LANES, _LANE_NS = 8, 8.0  # adding one entry of the gradients of 8 samples to its bucket
 
 
 def _token_ns(rows: int, columns: int, proj_dim: int) -> float:
@@ -64,13 +65,13 @@ def prefers_factors(n_samples: int, n_tokens: int, rows: int, columns: int, proj
 
 @lru_cache(maxsize=16)
 def _hashes_on(spec: ProjectionSpec, device: torch.device) -> list[Tensor]:
-    """Return the fields of ``Hashes`` on a device."""
+    """Return the buckets and signs of a tensor sketch, the fields of ``Hashes``, on a device."""
     return [torch.from_numpy(x).to(device) for x in hashes_of(spec)]
 
 
 @lru_cache(maxsize=16)
 def _pairs_on(spec: ProjectionSpec, device: torch.device) -> list[tuple[Tensor, ...]]:
-    """Return, for each parameter, buckets and signs of its rows, then those of its columns."""
+    """Return a tuple for each parameter: its rows' buckets and signs, then those of its columns."""
     _, shapes, _, *flat = _hashes_on(spec, device)
     pairs = list(zip(*(x.split(shapes.flatten().tolist()) for x in flat), strict=True))
     return [rows + columns for rows, columns in zip(pairs[::2], pairs[1::2], strict=True)]
@@ -79,9 +80,10 @@ def _pairs_on(spec: ProjectionSpec, device: torch.device) -> list[tuple[Tensor, 
 def entries_of_rows(
     spec: ProjectionSpec, device: torch.device, number: int, rows: Tensor | slice
 ) -> tuple[Tensor, Tensor]:
-    """Return the columns and the signs of R for all entries of some rows of a parameter.
+    """Return the column and the value of the nonzero entry of R for each entry of a parameter.
 
-    Both have shape (*shape of ``rows``, n1), where n1 is the parameter's number of columns.
+    The entries are those in ``rows`` of parameter ``number``. Both results have shape (*shape of
+    ``rows``, n1), where n1 is the parameter's number of columns.
     """
     bucket0, sign0, bucket1, sign1 = _pairs_on(spec, device)[number]
     columns = (bucket0[rows].unsqueeze(-1) + bucket1) % spec.proj_dim
@@ -90,10 +92,11 @@ def entries_of_rows(
 
 @lru_cache(maxsize=2)
 def _entries_on(spec: ProjectionSpec, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Return which entry of the concatenation [a, b] is in each bucket, and its sign.
+    """Return tensors that say which entry of two factors each bucket gets, and with which sign.
 
-    For each parameter, both tensors have shape (runs, k, 2), with the factors a and b in the last
-    dimension. A run has k consecutive entries, in different buckets. An empty bucket has sign 0.
+    A run of k consecutive entries of a factor fills the k buckets with one entry each, so that
+    count sketches can be computed by indexing. There is a pair of tensors for each parameter, both
+    of shape (runs, k, 2), whose last index is the factor. An empty bucket has sign 0.
     """
     k, on_device = spec.proj_dim, []
     for bucket0, sign0, bucket1, sign1 in _pairs_on(spec, torch.device("cpu")):
@@ -112,7 +115,7 @@ def _has_kernels(device: torch.device) -> bool:
 
 
 def _pieces_on(device: torch.device) -> tuple[int, int]:
-    """Return the largest number of complex numbers in a transform, and in one of several layers."""
+    """Return the largest size of one transform on a device, for one and for several parameters."""
     if device.type != "cuda":
         most = _PIECE if _has_kernels(device) else _PIECE_OF_GPU
         return most, most
@@ -123,12 +126,12 @@ def _pieces_on(device: torch.device) -> tuple[int, int]:
 def _fill_counts(
     spec: ProjectionSpec, number: int, left: Tensor, right: Tensor, counts: Tensor, is_complex: bool
 ) -> None:
-    """Write the count sketches x and y of pairs of rows a and b to ``counts``, float32.
+    """Write the count sketches x and y of the two factors of each token to ``counts``, float32.
 
-    Rows a are ``left``, shape (b, tokens, n0), and rows b are ``right``, shape (b, tokens, n1).
-    ``counts`` is contiguous. Its shape is (tokens, b, k, 2) for complex numbers x + i y if
-    ``is_complex``, and (tokens, b, 2, k) otherwise. For complex numbers, a CPU first scales the two
-    rows of a pair to equal norms.
+    ``left`` has shape (samples, tokens, n0), and ``right`` has shape (samples, tokens, n1).
+    ``counts`` is contiguous. If ``is_complex``, it has shape (tokens, samples, k, 2), for complex
+    numbers x + i y, and on a CPU the two factors are first scaled to equal norms. Otherwise, it has
+    shape (tokens, samples, 2, k).
     """
     if _has_kernels(left.device):
         fill_pairs_cpu(
@@ -149,19 +152,21 @@ def _fill_counts(
 
 
 def _balancing_scales(left: Tensor, right: Tensor) -> list[Tensor]:
-    """Return factors for pairs of rows, after which both rows of a pair have equal norms.
+    """Return two scales for each pair of vectors in ``left`` and ``right``.
 
-    If one of the rows is 0, both factors are 0.
+    Multiplied by them, the two vectors of a pair have equal norms. If one of the vectors is 0, both
+    scales are 0.
     """
     # In float64, squares do not over- or underflow.
     norms = [torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float64) for x in (left, right)]
     scale = (norms[1] / norms[0]).sqrt_()
-    # NaN and infinity become NaN, because they are multiplied by 0, so they are not hidden.
+    # A vector with NaN or infinity gets the scale 0. Its products with 0 are NaN, so that the error
+    # is not hidden.
     return [x.nan_to_num(0, 0, 0).float() for x in (scale, 1 / scale)]
 
 
 def _pieces(left: Tensor, most: int) -> list[tuple[slice, slice]]:
-    """Split samples and tokens into pieces of at most ``most`` tokens, or one if that is 0."""
+    """Return slices of samples and tokens for pieces of at most ``most`` tokens, or one token."""
     n_samples, n_tokens = left.shape[:2]
     if n_tokens > most:
         starts = itertools.product(range(n_samples), range(0, n_tokens, max(1, most)))
@@ -171,9 +176,10 @@ def _pieces(left: Tensor, most: int) -> list[tuple[slice, slice]]:
 
 
 def _add_transforms(counts: Tensor, sums: Tensor) -> None:
-    """Add sum_t F(x_t + i y_t)^2 to ``sums``, shape (b, k), complex128.
+    """Add sum_t F(x_t + i y_t)^2 to ``sums``, where F is the discrete Fourier transform.
 
-    ``counts`` has shape (tokens, b, k, 2).
+    The sum is over tokens. ``counts`` has the complex numbers x + i y as pairs, shape (tokens,
+    samples, k, 2). ``sums`` has shape (samples, k), complex128.
     """
     if _has_kernels(counts.device):
         transformed = torch.view_as_real(torch.fft.fft(torch.view_as_complex(counts)))
@@ -183,11 +189,11 @@ def _add_transforms(counts: Tensor, sums: Tensor) -> None:
 
 
 def _add_at(out: Tensor, columns: Tensor, values: Tensor) -> None:
-    """Add values (b, m) to the given columns, (b, m) or (m,), of each row of ``out``, in order."""
+    """Add values (b, m) to columns (b, m) or (m,) of each row of ``out``, in order."""
     columns = columns.expand_as(values)
     if out.device.type == "cpu":
         out.scatter_add_(1, columns, values)
-    else:  # index_put_ sorts the indices, whereas scatter_add_ would add in a random order.
+    else:  # On a GPU, index_put_ sorts the indices. scatter_add_ would add in a random order.
         rows = torch.arange(len(out), device=out.device).unsqueeze(1).expand_as(columns)
         out.index_put_((rows, columns), values, accumulate=True)
 
@@ -202,7 +208,7 @@ def _add_lookups(
 def _places(
     spec: ProjectionSpec, device: torch.device, bounds: tuple[tuple[int, int], ...]
 ) -> tuple[Tensor, Tensor]:
-    """Return the columns and signs of R at all coordinates in the (start, stop) of ``bounds``."""
+    """Return the columns and signs of R at the coordinates in the ranges of ``bounds``."""
     starts, shapes, positions, buckets, signs = _hashes_on(spec, device)
     coordinates = torch.cat([torch.arange(*bound, device=device) for bound in bounds])
     numbers = torch.searchsorted(starts, coordinates, right=True) - 1
@@ -211,7 +217,8 @@ def _places(
     return (buckets[i] + buckets[j]) % spec.proj_dim, signs[i] * signs[j]
 
 
-# If there are few coordinates, as in biases, their columns and signs are cached between batches.
+# Up to this number of coordinates, as in biases, their columns and signs are cached between
+# batches. Larger numbers of coordinates are processed in pieces, to limit memory.
 _MOST_KEPT, _MOST_PLACES = 2**20, 2**22
 _kept_places = lru_cache(maxsize=4)(_places)
 
@@ -240,17 +247,18 @@ def add_rows(out: Tensor, parts: Sequence[tuple[int, Tensor]], spec: ProjectionS
 
 
 class OuterProducts:
-    """Sketches of sums of outer products, one sum for each sample.
+    """Compute tensor sketches of sums of outer products, one sum for each sample.
 
-    The error of ``total`` is at most 1e-6 sum_t |a_t| |b_t|, where t runs over all terms.
+    Terms a_t b_t^T are added by the other methods, and ``total`` returns the sketches. The error of
+    a sketch is at most 1e-6 sum_t |a_t| |b_t|, where t runs over all terms of a sample.
 
     Attributes:
-        rows: The sums of the terms that need no transform, shape (b, k), float32.
-        spectrum: The sums of squared transforms, shape (b, k), complex128.
+        rows: The sums of the terms that need no Fourier transform, shape (b, k), float32.
+        spectrum: The sums of squared Fourier transforms, shape (b, k), complex128.
     """
 
     def __init__(self, spec: ProjectionSpec, n_samples: int, device: torch.device):
-        """Set all sums to zero."""
+        """Set the sums of all samples to zero."""
         self.spec = spec
         self.rows = torch.zeros(n_samples, spec.proj_dim, device=device)
         self.spectrum = torch.zeros(n_samples, spec.proj_dim, dtype=torch.complex128, device=device)
@@ -266,7 +274,8 @@ class OuterProducts:
         k, (n_samples, n_tokens) = self.spec.proj_dim, left.shape[:2]
         has_kernels = _has_kernels(left.device)
         most, most_held = (n // k for n in _pieces_on(left.device))
-        # On a GPU, each run of k entries of a row takes as much memory as a sketch.
+        # On a GPU, count sketches are formed by indexing, and each run of k entries of a factor
+        # takes as much memory as a sketch.
         runs = 1 if has_kernels else -(-max(self.spec.shapes[number]) // k)
         if 2 * runs * n_samples * n_tokens <= most_held:
             if not len(self._held):
@@ -293,7 +302,10 @@ class OuterProducts:
         self._n_held = 0
 
     def add_lookups(self, number: int, indices: Tensor, right: Tensor) -> None:
-        """Add sum_t e_i right[b, t]^T, where e_i is the unit vector of i = indices[b, t]."""
+        """Add an embedding's gradient: right[b, t] is added to row indices[b, t] for each token t.
+
+        This is a sum of outer products e_i right[b, t]^T with unit vectors e_i.
+        """
         _add_lookups(self.rows, self.spec, number, indices, right)
 
     def total(self) -> Tensor:
@@ -305,12 +317,13 @@ class OuterProducts:
 
 
 class Contractions:
-    """Inner products of vectors with the sketches of single outer products.
+    """Compute inner products of given vectors with the sketches of single tokens' gradients.
 
-    Each token is sketched once for all vectors. Let X, Y and V be the transforms of the token's
-    count sketches x and y and of a vector v. Then <sketch, v> = Re <X Y, V> / k. As x, y and v are
-    real, half of the frequencies suffice. One matrix product computes the results for all tokens
-    and vectors of a sample. The error of a result is at most 1e-6 |a_t| |b_t| |v|.
+    A token's gradient is an outer product a_t b_t^T. It is sketched once for all vectors. Let X, Y
+    and V be the Fourier transforms of its count sketches x and y and of a vector v. Then Parseval's
+    theorem gives <sketch, v> = Re <X Y, V> / k. As x, y and v are real, half of the frequencies
+    suffice. One matrix product computes the results for all tokens and vectors of a sample. The
+    error of a result is at most 1e-6 |a_t| |b_t| |v|.
 
     Attributes:
         vectors: Shape (m, k), float32.
@@ -319,7 +332,7 @@ class Contractions:
     """
 
     def __init__(self, spec: ProjectionSpec, vectors: Tensor):
-        """Transform the vectors."""
+        """Compute the Fourier transforms of the vectors, shape (m, k)."""
         k = spec.proj_dim
         spectra = torch.view_as_real(torch.fft.rfft(vectors.double())) * (2 / k)
         # Frequencies 0 and k / 2 have no conjugate partner, so they count once instead of twice.
@@ -330,8 +343,8 @@ class Contractions:
     def prefers_factors(self, n_samples: int, n_pairs: int, n_tokens: int, number: int) -> bool:
         """Return whether it is cheaper to sketch tokens than to multiply their factors by each R v.
 
-        There are ``n_pairs`` pairs of a sample and a vector, and ``n_tokens`` outer products in
-        each sample.
+        Here v is a vector and R is the projection matrix. There are ``n_pairs`` pairs of a sample
+        and a vector, and ``n_tokens`` outer products in each sample.
         """
         assert self.spec.shapes is not None
         k, (rows, columns) = self.spec.proj_dim, self.spec.shapes[number]
@@ -347,12 +360,12 @@ class Contractions:
         groups: Sequence[tuple[int, slice]],
         directions: Tensor,
     ) -> Tensor:
-        """Return <left[b, t] right[b, t]^T, R v> for pairs of b and v, shape (pairs, tokens).
+        """Return <left[b, t] right[b, t]^T, R v> for pairs of a sample b and a vector v.
 
-        ``left`` and ``right`` are factors of the gradient of parameter ``number``, of shapes (b,
-        tokens, n0) and (b, tokens, n1). ``groups`` contains, for each sample b in ascending order,
-        the pair of b and the slice of its pairs. ``directions`` contains the index in ``vectors``
-        of each pair's v.
+        ``left`` and ``right`` are factors of the gradient of parameter ``number``, with shapes
+        (samples, tokens, n0) and (samples, tokens, n1). Pairs are sorted by sample. ``groups`` has,
+        for each sample that occurs, its number and the slice of its pairs. ``directions`` has the
+        index of each pair's vector in ``vectors``. The result has shape (pairs, tokens).
         """
         products = self.vectors.new_empty(len(directions), left.shape[1])
         if len(groups) < len(left):
@@ -378,9 +391,9 @@ class Contractions:
         groups: Sequence[tuple[int, slice]],
         directions: Tensor,
     ) -> Tensor:
-        """Return <e_i right[b, t]^T, R v>, where e_i is the unit vector of i = indices[b, t].
+        """Return ``inner_with_products`` for an embedding, whose left factors are unit vectors.
 
-        The other arguments and the shape are as for ``inner_with_products``.
+        The left factor of token t in sample b is the unit vector e_i with i = indices[b, t].
         """
         products = self.vectors.new_empty(len(directions), indices.shape[1])
         for b, pairs in groups:

@@ -28,21 +28,21 @@ T = TypeVar("T")
 
 # Number of kernel calls for each thread. With several calls, no thread idles long at the end.
 _CALLS = 4
-# The limit in bytes for results that wait to be added in order. One per thread is always allowed.
+# Limit in bytes for results that wait to be added in order. One for each thread is always allowed.
 _WAITING_BYTES = 2**26
-_TWO_TILES = 2 * LANES  # samples that a kernel may process together
-# The process that imported this module. None if multiprocessing forked this process, because OpenMP
-# may have been used before the fork.
+_TWO_TILES = 2 * LANES  # number of samples that a kernel may process together
+# Id of the process that imported this module. It is None if multiprocessing has forked this
+# process, because OpenMP may have been used before the fork.
 _IMPORTER = os.getpid() if parent_process() is None else None
 
 
 def pause_openmp() -> None:
     """Stop OpenMP's threads until there is work for them again.
 
-    An idle thread of OpenMP waits actively for some milliseconds and occupies a core that another
-    thread could use. Restarting the threads takes less than 0.1 ms. Nothing is done if no OpenMP
-    5.0 is loaded, or in a forked process, where GNU's OpenMP would wait forever for the parent's
-    threads. An ``os.fork`` before this module's import is not detected.
+    An idle thread of OpenMP waits actively for some milliseconds, and occupies a core that another
+    thread could use. Restarting the threads takes less than 0.1 ms. This does nothing if OpenMP 5.0
+    is not loaded. It also does nothing in a forked process, where GNU's OpenMP would wait forever
+    for the parent's threads. An ``os.fork`` before this module's import is not detected.
 
     Source: OpenMP 5.0, ``omp_pause_resource_all``.
     """
@@ -54,24 +54,26 @@ def pause_openmp() -> None:
 
 
 def load_compiler() -> None:
-    """Load the parts of numba that the first kernel needs, which saves 0.25 s in each forked job.
+    """Load the parts of numba that the first kernel needs.
 
-    No kernel is compiled, and no thread is started.
+    If this is called before jobs are forked, each of them saves 0.25 s. No kernel is compiled, and
+    no thread is started.
     """
     cpu_target.target_context.refresh()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @dataclass(frozen=True)
 class _Kernel:
-    """The kernel of a kind, with the sizes of slices of coordinates and of shares of samples."""
+    """The kernel of a kind of projection, and the sizes of slices of coordinates and of shares."""
 
-    # A function of rows, a range of columns, the first coordinate, the key (for a tensor sketch,
-    # instead of the key, the fields of ``Hashes``) and the result.
+    # A function of rows, a range of columns, the first coordinate, the key and the result. For a
+    # tensor sketch, the fields of ``Hashes`` replace the key.
     call: Callable[..., None]
     length: int  # number of coordinates in a slice, which is enough work for a thread
     # Smallest number of samples in a share. Each share computes R again, so small shares are slow.
     share: int
-    most: int  # largest number of samples in a share, whose rows and sums still fit into the caches
+    # Largest number of samples in a share. Their rows and sums still fit into the caches.
+    most: int
 
 
 # Slice lengths for kinds whose work is proportional to proj_dim, and for the other kinds.
@@ -85,7 +87,7 @@ _KERNELS = {
 
 
 def slice_length(spec: ProjectionSpec) -> int:
-    """Return the number of coordinates in a slice, a multiple of proj_dim for ``hadamard``."""
+    """Return the number of coordinates in a slice. For ``hadamard``, proj_dim divides it."""
     length = _KERNELS[spec.kind].length
     return max(length, spec.proj_dim) if spec.kind is ProjectionKind.HADAMARD else length
 
@@ -97,10 +99,11 @@ def _as_float32(rows: np.ndarray) -> np.ndarray:
 
 
 def _slice_rows(blocks: Sequence[np.ndarray], start: int, stop: int) -> tuple[np.ndarray, int, int]:
-    """Return a matrix with the columns ``start`` to ``stop`` of the blocks, and their range in it.
+    """Return a matrix that has the columns from ``start`` to ``stop`` of consecutive blocks.
 
-    The matrix is C-contiguous and float32, because Numba would compile another kernel for any other
-    layout. A block that has this layout and contains all columns is not copied.
+    The other results are the range of these columns in the matrix. The matrix is C-contiguous and
+    float32, because Numba would compile another kernel for any other layout. If a block has this
+    layout and contains all columns, it is returned without a copy.
     """
     parts = []
     first = 0
@@ -118,16 +121,16 @@ def _slice_rows(blocks: Sequence[np.ndarray], start: int, stop: int) -> tuple[np
 
 @cache
 def _pool(threads: int) -> ThreadPoolExecutor:
-    """Return a thread pool. The pool is reused, because new threads may share a core at first."""
+    """Return a thread pool, always the same one, because new threads may share a core at first."""
     return ThreadPoolExecutor(threads)
 
 
-if hasattr(os, "register_at_fork"):  # A forked process has no pool threads.
+if hasattr(os, "register_at_fork"):  # A forked process needs a new pool, as it has no threads.
     os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 def _in_order(calls: Iterator[Callable[[], T]], threads: int, ahead: int) -> Iterator[T]:
-    """Yield the results of calls in order. At most ``ahead`` calls wait or run at a time."""
+    """Yield the results of calls in order. At most ``ahead`` of them run or wait at a time."""
     first = list(islice(calls, 2 if threads > 1 else 0))
     if len(first) < 2:  # a single call, or one thread
         yield from (call() for call in chain(first, calls))
@@ -148,7 +151,7 @@ def _in_order(calls: Iterator[Callable[[], T]], threads: int, ahead: int) -> Ite
 
 
 def _shares(n_samples: int, kernel: _Kernel, n_slices: int, threads: int) -> list[slice]:
-    """Split the samples into shares that fit in the caches and occupy all threads."""
+    """Return slices of the samples that fit into the caches, and that keep all threads busy."""
     n_useful = 1 if threads == 1 else -(-_CALLS * threads // n_slices)
     n_shares = max(min(n_useful, n_samples // kernel.share), -(-n_samples // kernel.most))
     size = -(-n_samples // (n_shares * _TWO_TILES)) * _TWO_TILES
@@ -160,7 +163,7 @@ def project_cpu(
 ) -> None:
     """Add the unscaled projection of the gradient blocks to ``out``.
 
-    Each thread uses memory for a result, the kernel's sums, and a slice of the gradients. Two more
+    Each thread needs memory for a result, the kernel's sums, and a slice of the gradients. Two more
     results may wait if they fit into 64 MiB. A slice is copied only if it is not float32, is not
     contiguous, or extends over several blocks.
 

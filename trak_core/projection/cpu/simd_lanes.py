@@ -1,9 +1,9 @@
 """Helpers of the CPU kernels: vectors of eight samples, compilation, and random words.
 
-Samples are grouped into tiles of eight, with one sample in each vector lane. For each coordinate of
-the gradients or column of the result, a tile contains a row of eight float32 numbers. The results
-of a sample are computed in its lane and do not depend on the other samples of the batch. Lanes
-without a sample are zero.
+Samples are grouped into tiles of eight, with one sample in each lane of a vector. For each
+coordinate of the gradients or column of the result, a tile contains a *row of lanes*: eight float32
+numbers. The results of a sample are computed in its lane and do not depend on the other samples of
+the batch. Lanes without a sample are zero.
 
 Intrinsics generate vector instructions, because LLVM does not vectorize loops over the lanes.
 """
@@ -51,7 +51,7 @@ def compiled(function: Callable[..., Any]) -> Any:
 
 @njit(inline="always")
 def philox4x32(c0, c1, c2, c3, k0, k1):
-    """Return the four words of Philox4x32-10 for a counter and a key, all ``uint32``.
+    """Return the four random words of Philox4x32-10 for a counter and a key, all ``uint32``.
 
     Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
     """
@@ -65,10 +65,11 @@ def philox4x32(c0, c1, c2, c3, k0, k1):
 
 @compiled
 def fill_words(words, first_call, q, tag, key):
-    """Write the words of the calls c0 = first_call, first_call + 1, ... with the same q < 2^56.
+    """Write random words, four for each Philox call, to ``words``, uint32, of length 4 n.
 
-    The length of ``words``, uint32, must be a multiple of 4. ``tag`` is the kind's tag
-    (``reference.py``), and ``key`` is the result of ``key_of``.
+    The n calls have c0 = first_call, first_call + 1, ... and the same q < 2^56, as defined in
+    ``reference.py``. ``tag`` is the tag of the kind of projection, and ``key`` is the result of
+    ``key_of``.
     """
     seed_low, seed_high, stream = key
     low, high = np.uint32(q & 0xFFFFFFFF), np.uint32((q >> 32) | (tag << 24))
@@ -82,7 +83,7 @@ def fill_words(words, first_call, q, tag, key):
 
 
 def key_of(spec: ProjectionSpec) -> tuple[np.uint32, np.uint32, np.uint32]:
-    """Return the key of ``fill_words``: the low and the high half of the seed, and the stream."""
+    """Return the low and the high half of the seed, and the stream, for ``fill_words``."""
     return np.uint32(spec.seed & 0xFFFFFFFF), np.uint32(spec.seed >> 32), np.uint32(spec.stream)
 
 
@@ -93,7 +94,10 @@ _VECTOR = ir.VectorType(ir.FloatType(), LANES)
 
 
 class LaneArray:
-    """Read and write an intrinsic's array argument. Rows of lanes are float32."""
+    """Read and write an array that is an argument of an intrinsic.
+
+    A *row of lanes* consists of eight consecutive float32 numbers, one for each of eight samples.
+    """
 
     def __init__(self, context: Any, builder: Any, kind: types.Array, value: Any):
         """Store what numba passes to a code generator, with the argument's type and value."""
@@ -101,7 +105,7 @@ class LaneArray:
         self._builder = builder
 
     def pointer(self, index: Any) -> Any:
-        """Return a pointer to an entry."""
+        """Return a pointer to the entry at a flat index."""
         return self._builder.gep(self._array().data, [index])
 
     def _row(self, row: Any, n: int) -> Any:
@@ -110,13 +114,13 @@ class LaneArray:
         return self._builder.bitcast(self.pointer(first), vector.as_pointer())
 
     def load(self, row: Any, n: int = 1) -> Any:
-        """Return n consecutive rows of lanes, starting at ``row``, as one vector."""
+        """Return n consecutive rows of lanes, from number ``row`` on, as one vector."""
         vector = self._builder.load(self._row(row, n))
         vector.align = 4
         return vector
 
     def strided(self, index: Sequence[Any]) -> Any:
-        """Return eight consecutive numbers, from ``index`` on, of a matrix with any row stride."""
+        """Return eight numbers of a matrix row, from ``index`` on, for any row stride."""
         array = self._array()
         at = self._builder.ptrtoint(array.data, INT64)
         for i, axis in enumerate(index):
@@ -127,11 +131,11 @@ class LaneArray:
         return vector
 
     def store(self, vector: Any, row: Any, n: int = 1) -> None:
-        """Write a vector to n consecutive rows of lanes, starting at ``row``."""
+        """Write a vector to n consecutive rows of lanes, from number ``row`` on."""
         self._builder.store(vector, self._row(row, n)).align = 4
 
     def gather(self, rows: Sequence[Any]) -> Any:
-        """Return one or two rows of lanes, at any positions, in one vector."""
+        """Return one or two rows of lanes, with any numbers, as one vector."""
         first = self.load(rows[0])
         if len(rows) == 1:
             return first
@@ -145,10 +149,10 @@ class LaneArray:
 
 
 def vector_intrinsic(generate: Callable[..., None]) -> Callable[..., Any]:
-    """Return a function for compiled code, whose instructions ``generate`` appends to a builder.
+    """Return a function that compiled code can call, and whose instructions ``generate`` writes.
 
-    The arguments of ``generate`` are LLVM's builder and the function's arguments: a ``LaneArray``
-    for each array, and LLVM's value for each number.
+    ``generate`` is called with LLVM's instruction builder and the function's arguments: a
+    ``LaneArray`` for each array, and LLVM's value for each number.
     """
 
     @wraps(generate)  # Numba reads the number of arguments from the signature of ``generate``.
@@ -173,7 +177,7 @@ def _shuffled(builder: Any, first: Any, second: Any, lanes: Sequence[int]) -> An
 
 
 def spread(builder: Any, number: Any) -> Any:
-    """Return a row of lanes with the same float32 in each lane."""
+    """Return a vector that has the same float32 number in each of the eight lanes."""
     undefined = ir.Constant(_VECTOR, ir.Undefined)
     lane = builder.insert_element(undefined, number, _INT32(0))
     return _shuffled(builder, lane, undefined, [0] * LANES)
@@ -181,10 +185,11 @@ def spread(builder: Any, number: Any) -> Any:
 
 @cache
 def holds_two_tiles() -> bool:
-    """Return whether this processor can add the rows of two tiles as fast as those of one tile.
+    """Return whether this processor adds the lanes of two tiles of samples as fast as those of one.
 
     This requires vectors of 512 bits. On an Intel Xeon with AVX-512, two tiles together took 0.58
-    times as long as in sequence. On AMD's Zen 3, whose vectors have 256 bits, they took longer.
+    times as long as one after the other. On AMD's Zen 3, whose vectors have 256 bits, they took
+    longer.
     """
     is_native = config.CPU_NAME is None and config.CPU_FEATURES is None  # pyright: ignore[reportAttributeAccessIssue] -- set at run time
     return is_native and bool(binding.get_host_cpu_features().get("avx512f"))
@@ -207,9 +212,9 @@ def flush(total, sums):
 
 @vector_intrinsic
 def _transpose(builder, x, row, matrix, first, column):
-    """Write the transpose of an 8 x 8 part of a row-major matrix to 8 rows of lanes."""
+    """Write the transpose of an 8 x 8 part of a row-major matrix to 8 rows of lanes of ``x``."""
     rows = [matrix.strided((builder.add(first, INT64(i)), column)) for i in range(LANES)]
-    for width in (1, 2, 4):  # Each step exchanges blocks of ``width`` lanes between pairs of rows.
+    for width in (1, 2, 4):  # Each step exchanges groups of ``width`` lanes between pairs of rows.
         low = [i if not i & width else i - width + LANES for i in range(LANES)]
         high = [i + width if not i & width else i + LANES for i in range(LANES)]
         for i in range(LANES):
@@ -222,10 +227,11 @@ def _transpose(builder, x, row, matrix, first, column):
 
 @compiled
 def fill_lanes(x, rows, at, start, stop):
-    """Copy the columns ``at, at + 1, ...`` of ``rows`` to the lanes ``x``, shape (n_tiles, n * 8).
+    """Copy n columns of ``rows``, from ``at`` on, to ``x``, with samples along the lanes.
 
-    Columns outside the range ``start`` to ``stop`` become zeros. ``at`` may be less than ``start``.
-    ``rows`` is C-contiguous and contains one row for each sample. Both arrays are float32.
+    ``rows`` is C-contiguous and contains one row for each sample. ``x`` has shape (n_tiles, n * 8),
+    with eight samples in a tile. Both arrays are float32. Columns outside of the range ``start`` to
+    ``stop`` become zeros. ``at`` may be less than ``start``.
     """
     n = x.shape[1] // LANES
     if at < start or at + n > stop:
@@ -243,7 +249,7 @@ def fill_lanes(x, rows, at, start, stop):
 
 @compiled
 def fill_from_lanes(out, sums):
-    """Copy sums of shape (n_tiles, at least proj_dim * 8) to ``out``, (n_samples, proj_dim)."""
+    """Copy sums (n_tiles, at least proj_dim * 8) from lanes to ``out``, (n_samples, proj_dim)."""
     n_samples, proj_dim = out.shape
     for sample in range(n_samples):
         tile, lane = sample // LANES, sample % LANES

@@ -1,7 +1,8 @@
 """Sketches on a CPU: block-Hadamard projections and tensor sketches.
 
-The fast Walsh-Hadamard transform needs log2(k) additions for each coordinate. Three butterfly steps
-at a time are computed in registers. A tensor sketch adds each coordinate to one column.
+The fast Walsh-Hadamard transform needs log2(k) additions for each coordinate, where a product with
+a dense projection matrix needs k. Three of its log2(k) steps at a time are computed in registers. A
+tensor sketch adds each coordinate to one column.
 """
 
 from functools import lru_cache
@@ -27,11 +28,15 @@ from trak_core.settings import ProjectionKind, ProjectionSpec
 
 _HADAMARD = ProjectionKind.HADAMARD.tag
 _FLUSH_BLOCKS = 32  # blocks after which the sums are added to the total
-COLUMN_SIGNS = 2**31  # the first Philox call of E_b; the calls of D_b start at 0
+# First Philox call for the column signs E_b of a block. The calls for row signs D_b start at 0.
+COLUMN_SIGNS = 2**31
 
 
 def _butterfly(radix):
-    """Return the intrinsic that transforms ``radix`` rows of lanes, which are ``step`` apart."""
+    """Return the intrinsic that replaces ``radix`` rows of lanes by their Hadamard transform.
+
+    The rows have the numbers first, first + step, first + 2 step, ....
+    """
 
     @vector_intrinsic
     def butterfly(builder, x, first, step):
@@ -55,20 +60,20 @@ _butterfly_2, _butterfly_8 = _butterfly(2), _butterfly(8)
 
 @vector_intrinsic
 def _multiply(builder, x, row, sign):
-    """Multiply a row of ``x`` by a number."""
+    """Multiply a row of lanes of ``x`` by a number."""
     x.store(builder.fmul(x.load(row), spread(builder, sign)), row)
 
 
 @vector_intrinsic
 def _add_signed(builder, sums, column, x, row, sign):
-    """Add a row of ``x``, multiplied by ``sign``, to the sums of ``column``."""
+    """Add a row of lanes of ``x``, multiplied by ``sign``, to the sums of ``column``."""
     product = builder.fmul(x.load(row), spread(builder, sign))
     sums.store(builder.fadd(sums.load(column), product), column)
 
 
 @compiled
 def fill_signs(signs, words, first_call, block, key):
-    """Write the signs D_b (if ``first_call`` is 0) or E_b (if ``COLUMN_SIGNS``) as +1 and -1."""
+    """Write a block's row signs (``first_call`` 0) or column signs (``COLUMN_SIGNS``), +1 or -1."""
     fill_words(words, first_call, block, _HADAMARD, key)
     for i in range(len(signs)):
         bit = (words[i >> 5] >> np.uint32(i & 31)) & np.uint32(1)
@@ -77,7 +82,7 @@ def fill_signs(signs, words, first_call, block, key):
 
 @compiled
 def _transform(x, n):
-    """Replace n rows of lanes by their Walsh-Hadamard transform."""
+    """Replace the first n rows of lanes of ``x`` by their Walsh-Hadamard transform."""
     step = 1
     while step * 8 <= n:
         for group in range(0, n, 8 * step):
@@ -93,7 +98,7 @@ def _transform(x, n):
 
 @compiled
 def hadamard_slice_cpu(rows, start, stop, first, key, out):
-    """Compute the ``hadamard`` projection, with the arguments of ``rademacher_slice_cpu``."""
+    """Write the ``hadamard`` projection of a slice. Arguments as for ``rademacher_slice_cpu``."""
     n_samples = len(rows)
     proj_dim = out.shape[1]
     n_tiles = tiles_of(n_samples)
@@ -121,8 +126,8 @@ def hadamard_slice_cpu(rows, start, stop, first, key, out):
 
 _TENSOR_SKETCH = ProjectionKind.TENSOR_SKETCH.tag
 _BLOCK = 128  # coordinates that are copied to lanes at a time
-_FREQUENCIES = 512  # complex numbers whose squares are summed at a time
-_FLUSH = 32  # mean number of additions to a column before the sums are added to the total
+_FREQUENCIES = 512  # number of complex numbers whose squares are summed at a time
+_FLUSH = 32  # mean number of additions to a column's sum, after which it is added to the total
 
 
 class Hashes(NamedTuple):
@@ -168,9 +173,9 @@ def hashes_of(spec: ProjectionSpec) -> Hashes:
 def tensor_sketch_slice_cpu(
     rows, start, stop, first, starts, shapes, positions, buckets, signs, out
 ):
-    """Compute the tensor sketch, with the arguments of ``rademacher_slice_cpu``.
+    """Write the tensor sketch of a slice, with the arguments of ``rademacher_slice_cpu``.
 
-    Instead of the key, it takes the fields of ``Hashes``.
+    The fields of ``Hashes`` replace the key.
     """
     n_samples = len(rows)
     proj_dim = out.shape[1]
@@ -211,7 +216,7 @@ def tensor_sketch_slice_cpu(
 
 @njit(fastmath={"reassoc"})
 def _norm(numbers):
-    """Return the norm of float32 numbers, in float64 so that squares do not over- or underflow."""
+    """Return the norm of float32 numbers. In float64, their squares do not over- or underflow."""
     total = 0.0
     for number in numbers:
         total += np.float64(number) * np.float64(number)
@@ -220,12 +225,12 @@ def _norm(numbers):
 
 @compiled
 def fill_pairs_cpu(left, right, bucket0, sign0, bucket1, sign1, out, is_complex):
-    """Write the count sketches of both factors of each token to ``out``, shape (tokens, b, 2 k).
+    """Write the count sketches of each token's two factors, ``left`` and ``right``, to ``out``.
 
-    The factors have shapes (b, tokens, n0) and (b, tokens, n1). All numbers are float32. The sketch
-    of ``left`` comes first, then that of ``right``. If ``is_complex``, they alternate, and the two
-    factors of each token are first scaled to equal norms. If one factor is 0, both are multiplied
-    by 0.
+    The factors have shapes (samples, tokens, n0) and (samples, tokens, n1). ``out`` has shape
+    (tokens, samples, 2 k). All numbers are float32. The sketch of ``left`` comes first, then that
+    of ``right``. If ``is_complex``, their entries alternate, and the two factors of each token are
+    first scaled to equal norms. If one factor is 0, both are multiplied by 0.
     """
     step, second = (2, 1) if is_complex else (1, out.shape[2] // 2)
     scale0 = scale1 = np.float32(1)
@@ -247,10 +252,10 @@ def fill_pairs_cpu(left, right, bucket0, sign0, bucket1, sign1, out, is_complex)
 
 @compiled
 def add_squares_cpu(numbers, out):
-    """Add the squares of complex numbers, summed over the tokens, to ``out``.
+    """Add the squares of complex numbers, summed over tokens, to ``out``.
 
-    Real and imaginary parts alternate. ``numbers`` has shape (tokens, samples, 2 k), float32, and
-    ``out`` has shape (samples, 2 k), float64.
+    Real and imaginary parts alternate in both arrays. ``numbers`` has shape (tokens, samples, 2 k),
+    float32, and ``out`` has shape (samples, 2 k), float64.
     """
     sums = np.empty(2 * _FREQUENCIES, np.float32)
     for b in range(len(out)):

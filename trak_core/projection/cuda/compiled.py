@@ -4,11 +4,11 @@ numba-cuda compiles a kernel for one compute capability, one set of argument typ
 of this folder's source. The machine code is cached under ``XDG_CACHE_HOME``, so later processes
 import neither numba.cuda nor a compiler.
 
-A launch writes the arguments to an array that the driver reads, with 8 bytes for each argument.
-Unlike numba's launches, it does not inspect types, and it passes tensors as addresses. In numba's
-calling convention, a one-dimensional array is passed as seven arguments: two unused addresses, the
-number of entries, their size, the address, the length and the stride. A tuple is passed as one
-argument for each element. A 4-byte number is in the lower half of its 8 bytes.
+The driver reads the arguments of a launch from an array, with 8 bytes for each argument. A 4-byte
+number is in the lower half of its 8 bytes. In numba's calling convention, a one-dimensional array
+is passed as seven arguments: two unused addresses, the number of entries, their size, the address,
+the length and the stride. A tuple is passed as one argument for each element. Unlike a launch by
+numba, a launch here does not inspect the types of arguments, which takes time.
 """
 
 import ctypes
@@ -34,7 +34,8 @@ from trak_core.errors import InputError
 from trak_core.projection.cuda.variants import Kernel
 from trak_core.runtime.files import atomic_write
 
-_MOST_ARGUMENTS = 64  # the largest number of arguments of a kernel, counted as above
+# Largest number of arguments of a kernel. An array counts as seven, a tuple as its length.
+_MOST_ARGUMENTS = 64
 _COMPILERS = (
     *("numba-cuda", "numba", "nvidia-nvvm", "nvidia-nvjitlink"),  # CUDA 13
     *("nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink-cu12"),  # CUDA 12
@@ -51,11 +52,11 @@ def launch(
 ) -> None:
     """Launch a kernel on PyTorch's current stream, without copying tensors.
 
-    A kernel whose machine code is not cached is compiled. The arguments are tensors, integers, and
-    tuples of integers. Their ``types`` are such as ``int64``, ``uint32``, ``int64 x 8`` for a tuple
-    of 8 numbers, or ``float32[:]`` for a contiguous one-dimensional tensor. ``grid`` is the number
-    of thread blocks in up to three dimensions, and ``n_threads`` is the number of threads in a
-    block.
+    The kernel is compiled if its machine code is not cached. ``grid`` is the number of thread
+    blocks in up to three dimensions, and ``n_threads`` is the number of threads in a block. The
+    arguments are tensors, integers, and tuples of integers. Examples of ``types`` are ``int64``,
+    ``uint32``, ``int64 x 8`` for a tuple of 8 numbers, and ``float32[:]`` for a contiguous
+    one-dimensional tensor.
     """
     if is_simulated():
         definition(kernel)[tuple(grid), n_threads](*map(_simulated, types, arguments))
@@ -64,12 +65,12 @@ def launch(
     function = _function(kernel, tuple(types), stream.device_index)
     blocks_and_threads = *(*grid, 1, 1)[:3], n_threads, 1, 1
     address = _SLOTS.fill(words_of(arguments))
-    queue = 0, stream.cuda_stream, address, 0  # after the bytes of dynamic shared memory
+    queue = 0, stream.cuda_stream, address, 0  # The first 0 means no dynamic shared memory.
     _check(_driver().cuLaunchKernel(function, *blocks_and_threads, *queue), "cuLaunchKernel")
 
 
 def _simulated(type_name: str, argument: Any) -> Any:
-    """Return an argument for the simulator, where uint32 arithmetic needs NumPy scalars."""
+    """Return an argument for the simulator, which needs arrays and, for uint32, NumPy scalars."""
     if isinstance(argument, Tensor):
         return argument.numpy()
     if not type_name.startswith("uint32"):
@@ -84,7 +85,7 @@ def definition(kernel: Kernel) -> Any:
 
 
 def words_of(arguments: Iterable[Any]) -> list[int]:
-    """Return the 8 bytes of each argument for the driver, as integers."""
+    """Return the arguments of a launch as the driver reads them: one integer for each 8 bytes."""
     words: list[int] = []
     for argument in arguments:
         if isinstance(argument, Tensor):
@@ -98,7 +99,7 @@ def words_of(arguments: Iterable[Any]) -> list[int]:
 
 
 class _Slots(threading.local):
-    """Memory for the arguments of a launch and for their addresses, separate for each thread."""
+    """Memory for the arguments of a launch and for their addresses. Each thread has its own."""
 
     def __init__(self) -> None:
         self.words = (ctypes.c_int64 * _MOST_ARGUMENTS)()
@@ -107,7 +108,7 @@ class _Slots(threading.local):
         self.addresses = (ctypes.c_void_p * _MOST_ARGUMENTS)(*addresses)
 
     def fill(self, words: Sequence[int]) -> int:
-        """Write the arguments and return the address of the array of their addresses."""
+        """Write the arguments, and return the address of an array that has their addresses."""
         struct.pack_into(f"{len(words)}q", self.words, 0, *words)
         return ctypes.addressof(self.addresses)
 
@@ -144,7 +145,7 @@ def driver_version() -> int:
 
 
 def make_current(device: torch.device) -> None:
-    """Make torch's context for a device current in this thread if no context is current."""
+    """Make torch's CUDA context current in this thread if none is. The driver needs one."""
     driver = _driver()
     if not int(_check(driver.cuCtxGetCurrent(), "cuCtxGetCurrent")):
         torch.cuda.current_stream(device).synchronize()
@@ -161,7 +162,7 @@ def machine_code(kernel: Kernel, types: tuple[str, ...], capability: tuple[int, 
 
 
 def kept_path(suffix: str, *key: Any) -> Path:
-    """Return the path of a cached file, which depends on the key and on this folder's source."""
+    """Return the path of a cached file for a key and for the current source of this folder."""
     base = os.environ.get("XDG_CACHE_HOME")
     if not base:
         base = os.devnull  # Nothing is cached if the user has no home folder.
@@ -181,7 +182,7 @@ def kept(path: Path) -> bytes | None:
 
 
 def keep(path: Path, content: bytes) -> None:
-    """Write the content after its SHA-256. If this fails, the next process compiles again."""
+    """Write content after its SHA-256. If that fails, nothing is cached, and no error is raised."""
     with suppress(OSError, InputError), atomic_write(path) as partial:
         partial.write_bytes(hashlib.sha256(content).digest() + content)
 
@@ -225,7 +226,7 @@ def _numba_type(name: str) -> Any:
 
 
 def _linked(code: bytes, capability: tuple[int, int]) -> bytes:
-    """Link LTO-IR to machine code with link-time optimization."""
+    """Return the machine code for LTO-IR, the compiler's output, after link-time optimization."""
     nvjitlink: Any = importlib.import_module("cuda.bindings.nvjitlink")
     options = ["-lto", "-arch=sm_{}{}".format(*capability)]
     handle = nvjitlink.create(len(options), options)

@@ -48,7 +48,7 @@ from trak_core.projection.cuda.variants import Tile
 from trak_core.settings import ProjectionKind
 
 if SIMULATED:
-    _ptx = None  # numba does not simulate tensor cores; tests replace this module
+    _ptx = None  # numba does not simulate tensor cores, so tests replace this module
 else:
     from trak_core.projection.cuda import inline_ptx as _ptx
 ptx: Any = _ptx
@@ -163,12 +163,12 @@ def tensor_core_kernel(tile: Tile, bfloat16: bool, flush: int) -> Any:
     n_sums = 4 * column_tiles * sample_tiles
     n_words, n_gradients = 2 * column_tiles, 4 * sample_tiles
 
-    # Sums, words and gradients stay in registers only if their indices are constants. Therefore
-    # unrolled functions replace loops.
+    # Arrays of sums, words and gradients stay in registers only if their indices are constants.
+    # Therefore, the loops over them are replaced by unrolled functions.
 
     @unrolled(n_copies)
     def copy_stage(i, shared, memory, row_stride, origin, first_row, n_rows, begin, end, g):
-        """Start to copy 256 coordinates, from g on. Coordinates outside the slice become 0."""
+        """Start to copy gradients at 256 coordinates from g on, with 0 outside of the slice."""
         e = uint32(cuda.threadIdx.x) + uint32(i * n_threads)
         row, part = e // uint32(per_row), e & uint32(per_row - 1)
         first = g + int64(part) * 8
@@ -217,7 +217,7 @@ def tensor_core_kernel(tile: Tile, bfloat16: bool, flush: int) -> Any:
 
     @unrolled(2 * column_tiles)
     def add_step(step, quarter, words, gradients, sums):
-        """Add the products for 16 columns and 16 coordinates."""
+        """Add the products of gradients and R for 16 columns and 16 coordinates."""
         m, s = step >> 1, step & 1
         bit = 4 * quarter + 2 * s
         upper, lower = words[2 * m], words[2 * m + 1]
@@ -229,13 +229,13 @@ def tensor_core_kernel(tile: Tile, bfloat16: bool, flush: int) -> Any:
 
     @unrolled(4)
     def add_quarter(quarter, address, words, gradients, sums):
-        """Add the products for coordinates 32 * quarter to 32 * quarter + 31 in a block of 128."""
+        """Add the products of gradients and R for a quarter of a block of 128 coordinates."""
         load(uint32(address + uint32(quarter * 64)), gradients)
         add_step(quarter, words, gradients, sums)
 
     @unrolled(n_sums)
     def write(i, first_row, n_rows, first_column, line, proj_dim, totals, sums, partials):
-        """Write sum i of a thread whose sums start at ``first_row`` and ``first_column``."""
+        """Write sum i of a thread. Its sums start at row ``first_row``, column ``first_column``."""
         m, n = (i >> 2) // sample_tiles, (i >> 2) % sample_tiles
         row = first_row + 8 * n + (i & 1)
         j = first_column + 32 * (m >> 1) + 2 * (m & 1) + (i >> 1 & 1)
@@ -282,8 +282,8 @@ def tensor_core_kernel(tile: Tile, bfloat16: bool, flush: int) -> Any:
                     q = uint64(4 * ((g >> 7) + block) + member)
                     low = uint32(q & uint64(0xFFFFFFFF))
                     high = uint32(uint32(q >> uint64(32)) | uint32(_RADEMACHER << 24))
-                    # Without the copy, the compiler would keep the first Philox products for all
-                    # blocks in registers.
+                    # Without the copy, the compiler would compute the first Philox products once
+                    # for all blocks, and keep them in registers that are needed for sums.
                     make_words(ptx.opaque_copy(call), low, high, stream, keys, words)
                     address = uint32(shared + uint32(half * uint32(stage_bytes)) + matrix_row)
                     address = uint32(address + uint32(block * 256))

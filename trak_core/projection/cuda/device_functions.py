@@ -1,7 +1,7 @@
-"""Device functions for the kernels: Philox, signs and normal entries, as in ``reference.py``.
+"""Functions that CUDA kernels call: random words (Philox), signs and normal entries of R.
 
-Each call processes a single word. In numba's simulator, the functions run as plain Python, so tests
-can compare their results bit for bit with the definition on machines without a GPU.
+They compute what ``reference.py`` defines, one word in each call. In numba's simulator, they run as
+plain Python, so that tests without a GPU can compare their results bit for bit with the definition.
 """
 
 from collections.abc import Callable
@@ -27,23 +27,23 @@ _LOW = uint64(0xFFFFFFFF)
 def kernel(n_threads: int, n_blocks: int = 1) -> Callable[..., Any]:
     """Return the decorator for a kernel with at most ``n_threads`` threads in a block.
 
-    Each thread gets few enough registers for ``n_blocks`` blocks to fit on a multiprocessor. The
-    simulator ignores both bounds.
+    The compiler limits the registers of a thread so that ``n_blocks`` blocks fit on a
+    multiprocessor. The simulator ignores both numbers.
     """
     return cuda.jit if SIMULATED else cuda.jit(launch_bounds=(n_threads, n_blocks))
 
 
 def device_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function for calls in kernels. It is inlined so that arrays stay in registers."""
+    """Return a function that kernels can call. It is inlined, so that arrays stay in registers."""
     return function if SIMULATED else cuda.jit(device=True, forceinline=True)(function)
 
 
 def unrolled(n: int) -> Callable[..., Any]:
-    """Return the decorator for the body of a loop, a device function ``body(i, *arguments)``.
+    """Return the decorator that replaces a loop for i = 0, ..., n - 1 by n calls of its body.
 
-    The decorated function takes ``*arguments``, and calls the body for i = 0 ... n - 1 without a
-    loop. Each i is a constant, so arrays that are indexed by i can stay in registers. Some versions
-    of the compiler would not unroll a loop.
+    The body is a device function ``body(i, *arguments)``. Decorated, it takes ``*arguments``, and
+    makes all n calls. Each i is a constant, so that arrays that are indexed by i can stay in
+    registers. A loop would not do, because some versions of the compiler do not unroll it.
     """
 
     def decorate(body):
@@ -74,7 +74,7 @@ def _round(c0, c1, c2, c3, k0, k1):
 
 @device_function
 def philox(c0, c1, c2, c3, keys):
-    """Return the four words of a counter, uint32. ``keys`` are the ``round_keys`` of the seed."""
+    """Return the four random words, uint32, for a counter. ``keys`` are the seed's round keys."""
     # The rounds are written out, because the compiler might not unroll a loop.
     c0, c1, c2, c3 = _round(c0, c1, c2, c3, keys[0], keys[1])
     c0, c1, c2, c3 = _round(c0, c1, c2, c3, keys[2], keys[3])
@@ -90,7 +90,7 @@ def philox(c0, c1, c2, c3, keys):
 
 @device_function
 def words_at(c0, q, tag, stream, keys):
-    """Return the four words of the call at (c0, q) for a kind's tag (``reference.py``)."""
+    """Return the four random words that ``reference.py`` defines for ``c0``, ``q`` and ``tag``."""
     high = uint32(uint32(uint64(q) >> _HALF) | uint32(tag << 24))
     return philox(uint32(c0), uint32(uint64(q) & _LOW), high, stream, keys)
 
@@ -107,7 +107,8 @@ else:
 
     libdevice: Any = numba.cuda.libdevice
 
-# These functions prevent the compiler from fusing a * b + c to one operation with one rounding.
+# These functions prevent the compiler from fusing a * b + c into one operation. With its single
+# rounding, entries would differ from the definition.
 _multiply, _add = libdevice.fmul_rn, libdevice.fadd_rn
 
 
@@ -123,14 +124,14 @@ def _float_as_bits(value):
 
 @device_function
 def sign_of(word, bit):
-    """Return -1 if the bit is set, else +1, float32."""
+    """Return -1 if the bit of the word is set, else +1, as float32."""
     sign = uint32(uint32(word << uint32(uint32(31) - uint32(bit))) & uint32(0x80000000))
     return _bits_as_float(uint32(sign | uint32(0x3F800000)))
 
 
 @device_function
 def flip(value, word, bit):
-    """Return ``value``, negated if the bit is set."""
+    """Return ``value``, negated if the bit of the word is set."""
     sign = uint32(uint32(word << uint32(uint32(31) - uint32(bit))) & uint32(0x80000000))
     return _bits_as_float(uint32(_float_as_bits(value) ^ sign))
 
@@ -153,7 +154,7 @@ _C1, _C3, _C5 = float32(0.967765), float32(0.004002), float32(0.001905)
 
 @device_function
 def normal_of(word):
-    """Return the normal entry of a word. Each step is rounded to float32."""
+    """Return the normally distributed entry of R that ``reference.py`` defines for a word."""
     pairs = uint32(
         uint32(word & uint32(0x00FF00FF)) + uint32(uint32(word >> uint32(8)) & uint32(0x00FF00FF))
     )

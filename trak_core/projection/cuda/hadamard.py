@@ -1,11 +1,13 @@
 """Block-Hadamard projection on a GPU with fast Walsh-Hadamard transforms.
 
-The result is the sum of E_b H D_b x_b over blocks b of k = proj_dim coordinates, where x_b is the
-gradient in a block. A block of threads computes one transform of n = min(k, 8192) numbers of a row
-at a time. Each thread holds 16 numbers in registers. It computes the butterflies for four bits of
-the numbers' index, exchanges numbers with other threads through shared memory, and continues with
-the next bits. The sums over a slice stay in registers. If k is small, a slice contains many blocks
-of coordinates, and their sums are added in two stages.
+The result is the sum of E_b H D_b x_b over blocks b of k = proj_dim coordinates. Here x_b is the
+gradient in a block, D_b and E_b are diagonal matrices of signs, and H is the Hadamard matrix. H is
+applied by the fast transform, which takes k log2(k) additions instead of k^2. A block of threads
+computes one transform of n = min(k, 8192) numbers of a row at a time. Each thread holds 16 numbers
+in registers. It computes the butterflies for four bits of the numbers' index, exchanges numbers
+with other threads through shared memory, and continues with the next bits. The sums over a slice
+stay in registers. If k is small, a slice contains many blocks of coordinates, and their sums are
+added in two stages, which reduces rounding errors.
 
 For k > 8192, let u be the upper bits of an input's index, x_u the n inputs with these bits, and D
 their signs. The transform is linear, so the outputs with upper bits z are the transform of the sum
@@ -42,7 +44,7 @@ def _butterflies(held, n_bits):
 
     @device_function
     def transform(x):
-        """Compute the butterflies of a thread's values for the ``n_bits`` lowest bits of v."""
+        """Transform pairs of values whose indices differ in one of the ``n_bits`` lowest bits."""
         for bit in range(n_bits):
             for v in range(n_values):
                 if v & (1 << bit) == 0:
@@ -54,7 +56,11 @@ def _butterflies(held, n_bits):
 
 
 def _rounds(n_bits, held):
-    """Return (lowest index bit of a thread's values, number of new bits) for each round."""
+    """Return two numbers for each round of a transform of 2**n_bits numbers.
+
+    A round transforms the values that one thread holds, whose indices differ in ``held`` bits. The
+    numbers are the lowest of these bits, and how many of them no earlier round has transformed.
+    """
     low = n_bits - held
     rounds = [(low, held)]
     while low > 0:
@@ -65,11 +71,11 @@ def _rounds(n_bits, held):
 
 @cache
 def hadamard_kernel(proj_dim: int, inner: int, n_rows_held: int, bfloat16: bool, flush: int) -> Any:
-    """Return the kernel for one proj_dim.
+    """Return the Hadamard kernel for one ``proj_dim``.
 
     ``inner`` is the length of a transform, and ``n_rows_held`` is the number of rows that a block
-    of threads processes. Sums are added to totals after every ``flush`` blocks of coordinates, a
-    power of two.
+    of threads processes. ``flush`` is a power of two. After so many blocks of coordinates, sums are
+    added to totals, which reduces rounding errors.
     """
     in_stages = proj_dim < flush
     n_outer = proj_dim // inner
@@ -92,17 +98,18 @@ def hadamard_kernel(proj_dim: int, inner: int, n_rows_held: int, bfloat16: bool,
 
     @device_function
     def position_of(thread, low):
-        """Return the index in ``exchange`` of a thread's value 0.
+        """Return the position of a thread's first value in the shared array ``exchange``.
 
         The indices of the thread's values differ in the bits from ``low`` on.
         """
         upper = uint32(uint32(thread >> uint32(low)) << uint32(low + held))
         i = uint32(upper | uint32(thread & uint32((1 << low) - 1)))
-        return uint32(i + uint32(i >> uint32(4)))  # A gap after every 16 avoids bank conflicts.
+        # With a gap after every 16 entries, threads access different banks of shared memory.
+        return uint32(i + uint32(i >> uint32(4)))
 
     @device_function
     def swap(exchange, base, thread, x, before, after):
-        """Exchange values so that each thread's indices differ in the bits from ``after`` on."""
+        """Exchange values so that a thread's indices differ in the bits from ``after`` on."""
         at = uint32(base + position_of(thread, before))
         for v in range(n_values):
             # The bits of v and of the thread are disjoint, so their gaps add.
@@ -111,13 +118,14 @@ def hadamard_kernel(proj_dim: int, inner: int, n_rows_held: int, bfloat16: bool,
         at = uint32(base + position_of(thread, after))
         for v in range(n_values):
             x[v] = exchange[uint32(at + uint32((v << after) + (v << after >> 4)))]
-        # No barrier is needed, because a thread next writes to entries that only it has read.
+        # No barrier is needed here. The entries to which a thread writes next are those that it has
+        # just read, and no other thread reads them.
 
     @device_function
     def sign_in(signs, first, v, thread):
-        """Return the word with the sign of input first + v * n_threads + thread, and its bit.
+        """Return the word that has the sign of a thread's input ``v``, and the number of its bit.
 
-        ``first`` is a multiple of 32.
+        The input's index is first + v * n_threads + thread, where ``first`` is a multiple of 32.
         """
         if n_threads >= 32:
             word = uint32(uint32(first >> 5) + uint32(v * (n_threads >> 5)))

@@ -26,7 +26,7 @@ _LLVM_TYPES = {
 def _instruction(
     text: str, constraints: str, result: Any, *arguments: Any, side_effect: bool = True
 ) -> Any:
-    """Return a device function that executes one instruction."""
+    """Return a device function that executes one PTX instruction, given as text."""
 
     def generate(context, builder, signature, values):
         function = ir.FunctionType(_LLVM_TYPES[result], [value.type for value in values])
@@ -51,7 +51,7 @@ def _instruction(
 
 
 def repeated(body: Any, n: int) -> Any:
-    """Return a function that calls ``body(i, ...)`` for i = 0 ... n - 1 without a loop."""
+    """Return a function that calls ``body(i, ...)`` for i = 0, ..., n - 1, with constants i."""
 
     @intrinsic
     def calls(typing_context, *arguments):
@@ -82,16 +82,17 @@ def _matrix_product(dtype: str) -> Any:
 mma_float16 = _matrix_product("f16")
 mma_bfloat16 = _matrix_product("bf16")
 
-# (a & mask) ^ b for the arguments a, mask and b.
+# Compute (a & mask) ^ b for the arguments a, mask and b.
 and_xor = _instruction(
     "lop3.b32 $0, $1, $2, $3, 0x6a;", "=r,r,r,r", _WORD, _WORD, _WORD, _WORD, side_effect=False
 )
 
-# A copy of a word for which the compiler cannot reuse results from the word.
+# Copy a word. The compiler does not know that the copy is equal, so it computes results from the
+# copy again instead of keeping earlier results in registers.
 opaque_copy = _instruction("mov.b32 $0, $1;", "=r,r", _WORD, _WORD)
 
-# Start to copy 16 bytes to shared memory. The arguments are the destination, the source and a
-# number of bytes, beyond which the copied bytes become zeros.
+# Start to copy 16 bytes to shared memory. The arguments are the destination, the source and the
+# number of bytes to read. The other bytes become zeros.
 copy_async = _instruction(
     *("cp.async.cg.shared.global [$0], [$1], 16, $2;", "r,l,r,~{memory}"),
     *(types.void, _WORD, types.uint64, _WORD),
@@ -100,7 +101,8 @@ copy_async = _instruction(
 # Wait for all copies that this thread has started.
 wait_for_copies = _instruction("cp.async.wait_all;", "~{memory}", types.void)
 
-# This thread's register for each of four 8 x 8 matrices of 16-bit numbers, from their address.
+# Load four 8 x 8 matrices of 16-bit numbers, spread over the threads of a warp. The argument is the
+# address of a matrix row. The results are this thread's registers, one for each matrix.
 load_matrices = _instruction(
     "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0,$1,$2,$3}, [$4];",
     "=r,=r,=r,=r,r,~{memory}",

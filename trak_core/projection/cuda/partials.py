@@ -1,4 +1,4 @@
-"""Add the sums of slices on a GPU."""
+"""Add the projections of slices of coordinates on a GPU."""
 
 from functools import cache
 from typing import Any
@@ -8,13 +8,13 @@ from trak_core.projection.cuda.device_functions import cuda, float32, int64, ker
 
 @cache
 def add_partials_kernel(n_threads: int) -> Any:
-    """Return the kernel that adds the sums of slices to the result."""
+    """Return the kernel that adds the projections of slices of coordinates to the result."""
 
     @kernel(n_threads)
     def _add_partials_kernel(
         partials, n_slices, n_planes, n_rows, proj_dim, out, row_stride, column_stride
     ):
-        """Add the sums to ``out`` in slice order. Each entry is processed by one thread."""
+        """Add the sums of all slices to ``out``. One thread adds those of an entry, in order."""
         n_entries = int64(n_rows) * proj_dim
         step = int64(cuda.gridDim.x) * n_threads
         for entry in range(int64(cuda.blockIdx.x) * n_threads + cuda.threadIdx.x, n_entries, step):

@@ -23,28 +23,29 @@ INSTEAD = "Or project on the CPU."
 
 @cache
 def require_numba_cuda() -> None:
-    """Raise an error if numba-cuda is missing, which compiles kernels and installs cuda.bindings.
+    """Raise an error if the package numba-cuda is not installed.
 
-    Without numba-cuda, numba would use its own unmaintained CUDA target, which is not tested.
+    It compiles kernels, and it depends on cuda.bindings, which launches them. Without it, numba
+    would use its own CUDA target, which is unmaintained and not tested here.
     """
     if not is_simulated() and importlib.util.find_spec("numba_cuda") is None:
         raise InputError(
-            "The package numba-cuda must be installed to project on a GPU. It was not found. "
+            "To project on a GPU, the package numba-cuda must be installed. It was not found. "
             f"Run `pip install 'trak-core[cuda]'`. {INSTEAD}",
             code="projection.no_numba_cuda",
         )
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a GPU, or of the simulator, which has no tensor cores."""
+    """Return a GPU's compute capability. The simulator has the lowest one that is supported."""
     if is_simulated():
         return LEAST_CAPABILITY
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
         least, present = ("{}.{}".format(*c) for c in (LEAST_CAPABILITY, capability))
         raise InputError(
-            f"Projecting on a GPU needs compute capability {least} or later. Found {present} "
-            f"({name_of(device)}). {INSTEAD}",
+            f"To project on a GPU, its compute capability must be at least {least}. The GPU "
+            f"{name_of(device)} has {present}. {INSTEAD}",
             code="projection.capability",
         )
     return capability
@@ -60,8 +61,8 @@ _TENSOR_CORES = (8, 0)  # the first capability with m16n8k16 products and asynch
 def choose(spec: ProjectionSpec, dtype: torch.dtype, device: torch.device) -> project_slices.Method:
     """Return the method that projects gradients of the given dtype on a device.
 
-    There is no fallback: an ``InputError`` is raised if the GPU is too old, the kind has no kernel,
-    or proj_dim is too large.
+    An ``InputError`` is raised if the GPU is too old, if the kind of projection has no kernel, or
+    if ``spec.proj_dim`` is too large. No other device or method is used instead.
     """
     capability = capability_of(device)
     n_planes = alignment = 1
@@ -74,14 +75,15 @@ def choose(spec: ProjectionSpec, dtype: torch.dtype, device: torch.device) -> pr
         case ProjectionKind.HADAMARD:
             if spec.proj_dim > project_slices.SLICE:
                 raise InputError(
-                    "The projection kind hadamard needs a proj_dim of at most "
-                    f"{project_slices.SLICE} on a GPU. Found {spec.proj_dim}. {INSTEAD}",
+                    "On a GPU, proj_dim must be at most "
+                    f"{project_slices.SLICE} for the projection kind hadamard. Found "
+                    f"{spec.proj_dim}. {INSTEAD}",
                     code="projection.gpu_proj_dim",
                 )
             name, variant = "hadamard", variants.hadamard_variant
         case kind:
             raise InputError(
-                f"The projection's kind must have a kernel for GPUs. Found {kind}. {INSTEAD}",
+                f"The kind of projection must have a kernel for GPUs. {kind} has none. {INSTEAD}",
                 code="projection.gpu_kind",
             )
     if n_planes == 2:
@@ -92,8 +94,9 @@ def choose(spec: ProjectionSpec, dtype: torch.dtype, device: torch.device) -> pr
     )
 
 
-# A kernel's test compares ROWS rows of R that are STEP coordinates apart. It compares whole rows
-# or, if the kind is nested, the first COLUMNS entries of each row.
+# A kernel's test compares ROWS rows of the projection matrix. Their coordinates are STEP apart. It
+# compares whole rows or, if the kind is nested, only the first COLUMNS entries of each row, which
+# do not depend on the number of columns.
 ROWS, STEP, COLUMNS = 32, 11, 515
 _ENTRIES = 2**21  # the largest number of entries in a test
 
@@ -107,13 +110,13 @@ def require_right_matrix(
     device: torch.device,
     n_samples: int,
 ) -> None:
-    """At a kernel's first use on a device, compare the entries of R with the definition.
+    """At a kernel's first use on a device, check that it computes the defined projection matrix R.
 
-    Projected unit vectors are rows of R. The tested rows have coordinates beyond 2^32, on both
-    sides of the boundary between two slices and at all positions in a block of 128. ``method`` is a
-    result of ``choose``. ``n_samples``, the number of gradients, determines the variant of the
-    kernel. An ``InputError`` is raised if the kernel does not compile or run, or if an entry is
-    wrong.
+    The projections of unit vectors are rows of R, which are compared with ``reference.py``. The
+    tested rows have coordinates beyond 2^32, on both sides of the boundary between two slices and
+    at all positions in a block of 128. ``method`` is a result of ``choose``. ``n_samples``, the
+    number of gradients, determines the variant of the kernel. An ``InputError`` is raised if the
+    kernel does not compile or run, or if an entry is wrong.
     """
     kernel = method.variant(method.n_planes * n_samples).kernel
     if (device, kernel, dtype) in _passed:
@@ -148,7 +151,7 @@ def require_right_matrix(
         if isinstance(error, AttributeError | ImportError):  # as with NumPy 2.5
             remedy = "`pip install 'trak-core[cuda]'` installs versions that work together."
         raise InputError(
-            f"The kernel {method.name} must compile and run on {name_of(device)}. Found "
+            f"The kernel {method.name} must compile and run on {name_of(device)}. It failed with "
             f"{type(error).__name__}: {error}. {remedy} {INSTEAD}",
             code="projection.kernel_fails",
         ) from error
@@ -157,11 +160,11 @@ def require_right_matrix(
     if wrong.any():
         row, column = np.argwhere(wrong)[0]
         raise InputError(
-            f"The kernel {method.name} must compute the defined matrix. Found {wrong.sum()} wrong "
-            f"of {wrong.size} entries of {spec.kind} with {dtype} gradients on {name_of(device)}, "
-            f"the first at coordinate {offset + picks[row]}, column {column}: "
-            f"{matrix[row, column]} instead of {expected[row][column]}. Project on the CPU, and "
-            "report this error with the versions of numba-cuda and of the driver.",
+            f"The kernel {method.name} must compute the defined projection matrix. On "
+            f"{name_of(device)}, {wrong.sum()} of {wrong.size} entries of {spec.kind} are wrong "
+            f"for {dtype} gradients. The first is at coordinate {offset + picks[row]}, column "
+            f"{column}: {matrix[row, column]} instead of {expected[row][column]}. Project on the "
+            "CPU, and report this error with the versions of numba-cuda and of the driver.",
             code="projection.kernel_differs",
         )
     _passed.add((device, kernel, dtype))
@@ -171,7 +174,7 @@ def require_right_matrix(
 
 @contextmanager
 def _on(device: torch.device) -> Generator[None]:
-    """Make a GPU and its context current in this thread."""
+    """Run with a GPU as the current device of this thread, and with a current CUDA context."""
     if is_simulated():
         yield
         return
@@ -183,10 +186,11 @@ def _on(device: torch.device) -> Generator[None]:
 def project_cuda(blocks: Sequence[Any], spec: ProjectionSpec, offset: int, out: Tensor) -> None:
     """Add the unscaled projection of the gradient blocks to ``out``.
 
-    Compute out += X R[offset : offset + n], where X is the concatenation of the blocks. R equals
-    the matrix of ``reference.py`` bit for bit, which is tested before the first use of a kernel.
-    Sums are float32. On tensor cores, a float32 gradient is replaced by the sum of two bfloat16
-    numbers, with a relative error of at most 2^-18. Infinity and NaN give infinity or NaN.
+    Compute out += X R[offset : offset + n], where X is the concatenation of the blocks, with n
+    columns. R equals the matrix of ``reference.py`` bit for bit, which is tested before the first
+    use of a kernel. Sums are float32. On tensor cores, a float32 gradient is replaced by the sum of
+    two bfloat16 numbers, with a relative error of at most 2^-18. If a gradient has infinity or NaN,
+    so does the result.
 
     On one device, results are bitwise equal for any split into blocks and batches. Calls for chunks
     that end at multiples of 65536 give the same bits as a single call. Work is queued on PyTorch's

@@ -29,10 +29,10 @@ from trak_core.projection.cuda.variants import Kernel, Variant
 from trak_core.settings import ProjectionSpec
 
 SLICE = 65536
-BUDGET_BYTES = 224 * 2**20  # total for gathered gradients and the sums of slices
+BUDGET_BYTES = 224 * 2**20  # memory limit for copied gradients and the sums of slices together
 _FILL = 512  # number of thread blocks that occupy a large GPU
 _MOST_SLICES = 32768
-_STEP = 256  # Gathered coordinates start and stop at multiples of this divisor of SLICE.
+_STEP = 256  # Copied coordinates start and stop at multiples of this divisor of SLICE.
 _THREADS = 256  # threads of a block that adds the sums of slices
 _ADD_PARTIALS = Kernel("partials.add_partials_kernel", (_THREADS,))
 _ARRAYS = {torch.float32: "float32[:]", torch.float16: "float16[:]", torch.int16: "int16[:]"}
@@ -63,9 +63,10 @@ def round_keys(seed: int) -> tuple[int, ...]:
 
 
 def flat(matrix: torch.Tensor) -> torch.Tensor:
-    """Return a one-dimensional view of the memory that a matrix spans, with bfloat16 as int16.
+    """Return a one-dimensional view of the memory that a matrix spans.
 
-    All matrices then have the same layout, so compiled kernels depend only on the dtype.
+    Views of all matrices have the same layout, so that a kernel is compiled only once for each
+    dtype. bfloat16 is viewed as int16, because numba has no bfloat16.
     """
     spanned = 1 + sum((n - 1) * step for n, step in zip(matrix.shape, matrix.stride(), strict=True))
     memory = matrix.as_strided((spanned,), (1,))
@@ -75,8 +76,8 @@ def flat(matrix: torch.Tensor) -> torch.Tensor:
 def _add_partials(partials: torch.Tensor, n_slices: int, n_planes: int, out: torch.Tensor) -> None:
     """Add the sums of all slices to ``out``, (n_rows, proj_dim), in the order of the slices.
 
-    ``partials`` has shape (n_slices, n_planes * n_rows, proj_dim), float32, as a flat array. The
-    planes of a slice are added to each other first.
+    ``partials`` has shape (n_slices, n_planes * n_rows, proj_dim), float32, as a flat array. If
+    gradients were split into two planes, the sums of a slice's planes are added first.
     """
     n_rows, proj_dim = out.shape
     n_blocks = min(4096, -(-n_rows * proj_dim // _THREADS))
@@ -87,7 +88,7 @@ def _add_partials(partials: torch.Tensor, n_slices: int, n_planes: int, out: tor
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive slices for a launch, read from block number ``block``, or copied if None."""
+    """Consecutive slices for one launch, read in block number ``block``, or in a copy if None."""
 
     first_slice: int
     last_slice: int
@@ -104,10 +105,10 @@ def runs(
 ) -> Iterator[Run]:
     """Yield runs that cover each slice of consecutive blocks once, in order.
 
-    ``bounds`` are the coordinates (start, stop) of each block, none of which is empty, and
-    ``in_place`` says whether the kernel can read the block in place. Reading in place is faster
-    from ``least`` slices in a block on. The last two arguments limit the number of slices in a run
-    that is read in place and in a run that is copied.
+    ``bounds`` has the coordinates (start, stop) of each block. No block is empty. ``in_place`` says
+    whether the kernel can read the block without a copy. This is done for blocks with at least
+    ``least`` slices, for which it is faster. ``most_in_place`` and ``most_gathered`` limit the
+    number of slices in a run without and with a copy.
     """
     first, end = bounds[0][0], bounds[-1][1]
     done, last = first // SLICE, -(-end // SLICE)
@@ -129,7 +130,7 @@ def runs(
 
 
 def _is_in_place(block: torch.Tensor, start: int, method: Method) -> bool:
-    """Return whether the kernel can read a block that starts at a coordinate in place."""
+    """Return whether the kernel can read a block with first coordinate ``start`` without a copy."""
     n_rows, n = block.shape
     aligned = (
         start % method.alignment == 0
@@ -142,11 +143,11 @@ def _is_in_place(block: torch.Tensor, start: int, method: Method) -> bool:
 def _gather(
     buffer: torch.Tensor, blocks: Sequence[torch.Tensor], starts: Sequence[int], origin: int
 ) -> None:
-    """Copy the coordinates from ``origin`` on to ``buffer``. Outside all blocks, they become 0.
+    """Copy the gradients at n coordinates, from ``origin`` on, to ``buffer``.
 
     ``buffer`` has shape (n_planes, n_rows, n). If there are two planes, the first contains the
     values rounded to bfloat16, and the second the rounding errors. ``starts`` contains the first
-    coordinate of each block.
+    coordinate of each block. Coordinates outside of all blocks become 0.
     """
     buffer.zero_()
     for block, start in zip(blocks, starts, strict=True):
@@ -169,7 +170,7 @@ def project_slices(
 ) -> None:
     """Add the projection of consecutive blocks to ``out``. No block may be empty.
 
-    ``project_cuda`` describes the arguments other than the method.
+    The arguments are those of ``project_cuda``, and the method that ``choose`` returned.
     """
     (n_samples, proj_dim), n_planes = out.shape, method.n_planes
     row_bytes = n_planes * max(4 * proj_dim, method.dtype.itemsize * SLICE)
@@ -210,8 +211,8 @@ def project_slices(
         start, stop = max(run.first_slice * SLICE, offset), min(run.last_slice * SLICE, starts[-1])
         n_slices = run.last_slice - run.first_slice
         if run.block is None:
-            # Rows that start at multiples of _STEP are aligned for every kernel. As _STEP divides
-            # SLICE, the slices remain the same.
+            # Rows that start at multiples of _STEP are aligned for every kernel. The slices remain
+            # the same, because _STEP divides SLICE.
             start, stop = start // _STEP * _STEP, -(-stop // _STEP) * _STEP
             width = stop - start
             buffer = memory[: n_rows * width].view(n_planes, n_samples, width)

@@ -10,7 +10,7 @@ from trak_core.settings import ProjectionSpec
 
 
 class Kernel(NamedTuple):
-    """A kernel, identified by the function that returns it."""
+    """The name of a kernel: the function that returns it, and this function's arguments."""
 
     factory: str  # the module in this folder and the function, such as ``dense.portable_kernel``
     arguments: tuple[Any, ...] = ()  # the function's arguments
@@ -18,19 +18,21 @@ class Kernel(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A kernel with its launch sizes."""
+    """A kernel, and the numbers of thread blocks and threads with which it is launched."""
 
     kernel: Kernel
-    grid: tuple[int, int]  # number of blocks per slice in x and in z
-    n_threads: int
+    grid: tuple[int, int]  # number of thread blocks in x and in z, for each slice of coordinates
+    n_threads: int  # number of threads in a block
 
 
-THREADS = 128  # threads of a block of the portable kernel
-SAMPLES = (8, 16)  # rows of a block: the smallest number that covers all rows, else the last
+THREADS = 128  # number of threads in a block of the portable kernel
+# Number of rows that a block of the portable kernel processes: the smallest that is at least the
+# number of all rows, else the last.
+SAMPLES = (8, 16)
 
 
 def portable_variant(spec: ProjectionSpec, bfloat16: bool, n_rows: int) -> Variant:
-    """Return the portable kernel of ``rademacher`` or ``normal`` for a number of rows."""
+    """Return the portable kernel of ``rademacher`` or ``normal``, and launch sizes for the rows."""
     samples = next((samples for samples in SAMPLES if n_rows <= samples), SAMPLES[-1])
     grid = -(-spec.proj_dim // (4 * THREADS)), -(-n_rows // samples)
     kernel = Kernel("dense.portable_kernel", (spec.kind, bfloat16, samples, THREADS))
@@ -48,7 +50,7 @@ class Tile:
     sample_tiles: int  # tiles of 8 rows
     column_tiles: int  # tiles of 16 columns for each warp, an even number
     n_warps: int  # warps, which process different columns
-    n_blocks: int  # number of blocks that should fit on a multiprocessor
+    n_blocks: int  # number of thread blocks that should fit on a multiprocessor
 
     @property
     def n_columns(self) -> int:
@@ -56,14 +58,15 @@ class Tile:
 
 
 # The first tile that is large enough for all rows is used, or the last tile if there is none. On an
-# H200, blocks of 4 warps were the fastest: a barrier in larger blocks stops more warps at a time.
+# H200, blocks of 4 warps were the fastest, because a barrier in a larger block stops more warps.
 TILES = (Tile(1, 4, 4, 6), Tile(2, 4, 4, 4), Tile(4, 4, 4, 2))
 
 
 def tensor_core_variant(spec: ProjectionSpec, bfloat16: bool, n_rows: int) -> Variant:
-    """Return the tensor-core kernel for rows of float16, or of bfloat16 (passed as int16).
+    """Return the tensor-core kernel, and its launch sizes for a number of rows.
 
-    The rows must be aligned to ``ALIGNMENT`` coordinates.
+    Rows have dtype float16, or bfloat16 that is passed as int16. They must be aligned to
+    ``ALIGNMENT`` coordinates.
     """
     tile = next((tile for tile in TILES if n_rows <= 8 * tile.sample_tiles), TILES[-1])
     grid = -(-spec.proj_dim // tile.n_columns), -(-n_rows // (8 * tile.sample_tiles))
@@ -77,12 +80,12 @@ HADAMARD_FLUSH = 256  # blocks of coordinates between two flushes, if proj_dim i
 
 
 def held_bits(inner: int) -> int:
-    """Return the number of index bits in which the numbers held by one thread differ."""
+    """Return b if a thread holds 2**b of the ``inner`` numbers of a Hadamard transform."""
     return min(4, inner.bit_length() - 1)
 
 
 def hadamard_variant(spec: ProjectionSpec, bfloat16: bool, n_rows: int) -> Variant:
-    """Return the Hadamard kernel. The spec's proj_dim must divide the slice length."""
+    """Return the Hadamard kernel, whose ``spec.proj_dim`` must divide the length of a slice."""
     inner = min(spec.proj_dim, HADAMARD_INNER)
     n_threads = inner >> held_bits(inner)
     n_rows_held = max(1, HADAMARD_THREADS // n_threads)
