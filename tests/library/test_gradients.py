@@ -157,7 +157,8 @@ def test_what_one_pass_cannot_take_goes_one_by_one(method, monkeypatch, capsys):
     assert chosen(model, batch) is method
     given = model, parameters, CLASSIFICATION, batch
     assert choose_method(*given, reads_terms=True)[0] is gradients_in_turn
-    assert "it cannot tell samples apart in these operations: MkldnnRnnLayer" in capsys.readouterr().out
+    said = "it cannot tell samples apart in these operations: MkldnnRnnLayer"
+    assert said in capsys.readouterr().out
     result = formed(method, model, batch)
     expected, values = by_backward(model, batch)
     torch.testing.assert_close(result.outputs, values)
