@@ -9,7 +9,7 @@ from refused import refused
 from trak_core.config.checkpoint_list import checkpoint_table
 
 HEADER = b"checkpoint\tpath\n"
-COLUMNS = r"columns checkpoint, path, each once\. Missing:"
+COLUMNS = r"columns checkpoint, path once\. Missing:"
 TEXT = r"the table must be tab-separated text in UTF-8\."
 GONE = r"Checkpoints must exist\. Found nothing at:"
 TABLES = {
