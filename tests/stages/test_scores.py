@@ -156,8 +156,8 @@ def test_a_target_asked_alone_gets_the_same_scores(digits, tmp_path):
 @pytest.mark.parametrize(
     ("name", "proj_dim", "memory_mb", "size"),
     [
-        ("small_digits", 300, 1, "3 for a normal matrix with proj_dim 300"),
-        ("diabetes", None, 0, "1 for a Gramian of 342 x 342 inner products"),
+        ("small_digits", 300, 1, "3 MiB for a normal matrix with proj_dim 300"),
+        ("diabetes", None, 0, "1 MiB for a Gramian of 342 x 342 inner products"),
     ],
 )
 def test_a_budget_that_is_too_small_is_refused(cases, tmp_path, name, proj_dim, memory_mb, size):

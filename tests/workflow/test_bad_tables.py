@@ -9,14 +9,14 @@ from refused import refused
 from trak_core.config.checkpoint_list import checkpoint_table
 
 HEADER = b"checkpoint\tpath\n"
-COLUMNS = r"columns checkpoint, path once\. Missing:"
+COLUMNS = r"columns checkpoint, path, each once\. Missing:"
 TEXT = r"the table must be tab-separated text in UTF-8\."
 GONE = r"Checkpoints must exist\. Found nothing at:"
 TABLES = {
     "a table without rows": (HEADER, r"must have rows\. Found only a header"),
     "a table with commas": (
         b"checkpoint,path\nc0,c0.pt\n",
-        r"must be tab-separated .* Missing: checkpoint, path\. Found checkpoint,path",
+        r"must be tab-separated, .* Missing: checkpoint, path\. Found checkpoint,path",
     ),
     "a table that is not UTF-8": (
         HEADER + b"c0\tcaf\xe9.pt\n",
@@ -29,7 +29,7 @@ TABLES = {
     ),
     "more cells than the header": (
         HEADER + b"c0\tc0.pt\t\nc1\tc1.pt\trun1\n",
-        r"more cells than the header, 2\. Found 3 in line 3\.",
+        r"more cells than the header, which has 2\. Found 3 cells in line 3\.",
     ),
     "an id twice": (HEADER + b"c0\tc0.pt\nc0\tother.pt\n", r"must be unique\. Found 'c0' twice"),
     "an id with a path": (

@@ -186,7 +186,7 @@ def check_lists(config: Mapping[str, Any]) -> None:
         )
     if pool and POOL in experiments:
         raise InputError(
-            f"With lists.select.pool, no experiment may be called {POOL}. Found one. Rename it.",
+            f"With lists.select.pool, no experiment may be called {POOL}. Found {POOL}. Rename it.",
             code="config.pool_name",
         )
 

@@ -39,8 +39,8 @@ class Need:
         least_mb = -(-(self.fixed_bytes + 2 * _LEAST_ROWS * self.row_bytes) // 2**20)
         if least_mb > memory_mb:
             raise InputError(
-                f"compute.memory_mb must be at least {least_mb} for {self.job}. Found {memory_mb}. "
-                f"Raise compute.memory_mb, {self.remedy}.",
+                f"compute.memory_mb must be at least {least_mb} MiB for {self.job}. Found "
+                f"{memory_mb}. Raise compute.memory_mb, {self.remedy}.",
                 code="config.memory",
             )
 
