@@ -107,7 +107,7 @@ def test_whatever_library_writes_the_error_is_the_same(tmp_path, library):
     assert re.search(
         r"^Error: \S*/file: the disk needs space for the file\. Found: (File too large|the table "
         r"train differs from what was written), with \d+ MiB free\. The partial file was "
-        r"deleted\. Free space, .* run snakemake again",
+        r"deleted\. Free some space, .* run snakemake again",
         log,
         flags=re.M,
     ), log
@@ -133,7 +133,7 @@ def test_every_library_s_lack_of_memory_is_explained(tmp_path, body):
     status, log, _ = run_job(body, tmp_path)
     assert status == 1
     assert re.fullmatch(
-        r"Error: the job must have enough memory\. It ran out: \S.* Lower "
+        r"Error: the job must have enough memory\. It ran out of memory: \S.* Lower "
         r"compute\.memory_mb, .*--set-resources RULE:mem_mb=.*\n",
         log,
     ), log

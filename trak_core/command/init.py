@@ -341,7 +341,7 @@ def _text_fields(row: Mapping[str, Any], classifies: bool) -> list[Line]:
         lines += [("prompt", f"{{{pair[0]}}}", "")] if pair[0] != "prompt" else []
         return [*lines, ("text", f"{{{pair[1]}}}", note)]
     longest = max(texts or row, key=lambda name: len(str(row[name])))
-    note = f"give a template of the row's fields ({', '.join(row)}); this is the longest field"
+    note = f"give a template of the rows' fields ({', '.join(row)}); this is the longest field"
     if len(texts) == 1:
         note = "" if classifies else _AROUND
     return [*lines, ("text", f"{{{longest}}}", note)]
