@@ -1,5 +1,5 @@
-# All jobs share an environment, a memory limit, and a script, which runs the function that the param
-# `code` names. Each rule sets its own log and benchmark, because with a store, Snakemake does not
+# All jobs share an environment, a memory limit, and a script, which runs the function named in the
+# param `code`. Each rule sets its own log and benchmark, because with a store, Snakemake does not
 # fill in pathvars in inherited ones.
 rule stage:
     log:
