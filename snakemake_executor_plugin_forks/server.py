@@ -42,8 +42,7 @@ _lock = threading.Lock()
 _modules: list[str] = []
 _is_started = False
 _running: set[int] = set()  # process ids of running scripts
-# In the server and its forks: the environment variables during imports, or None if forking is not
-# safe.
+# In the server and its forks: the environment variables at import, or None if forks are unsafe.
 _seen: dict[str, str] | None = None
 _paths: list[str] = []
 _server = 0
@@ -92,10 +91,7 @@ def _end_running() -> None:
 
 
 def _end_with_parent(process: int) -> None:
-    """Make this process end when its parent does. ``process`` is the id of the parent.
-
-    If the parent has already ended, end this process now.
-    """
+    """Make this process end with its parent, or now if the parent ``process`` has ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     try:
@@ -146,8 +142,7 @@ def _run(script: str, arguments: Sequence[str], environment: Mapping[str, str]) 
     """Run a Python script in this process, which is a fork, as ``python script`` would."""
     _end_with_parent(_server)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # If memory runs out, the kernel must kill this process and not the server, which other scripts
-    # need.
+    # If memory runs out, the kernel must kill this process, not the server that other scripts need.
     with suppress(OSError):
         _OOM_SCORE.write_text("300")
     if _seen != _read_at_import(environment):
@@ -214,10 +209,7 @@ class Fork:
         _running.add(self.pid)
 
     def wait(self, seconds: float | None = None) -> int | None:
-        """Return the exit status of the script, or None if it still runs after ``seconds``.
-
-        As in ``subprocess``, the status is negative if a signal ended the script.
-        """
+        """Return the exit status as ``subprocess`` does, or None if ``seconds`` have passed."""
         if not connection.wait([self._process.sentinel], seconds):
             return None
         with _lock:

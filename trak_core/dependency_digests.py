@@ -128,7 +128,7 @@ def study_digest(
 def mentions(study: Path, *names: str) -> bool:
     """Return whether a study, or a local module that it imports, may define one of these names.
 
-    The names are searched in the text of the code. A star import may define any name.
+    The names are searched for in the text of the code. A star import may define any name.
     """
     words = re.compile(rf"\b({'|'.join(names)})\b|\bimport\s*\*".encode())
     return any(words.search(file.read_bytes()) for file in study_modules(study).values())

@@ -83,7 +83,7 @@ def test_bad_study(workspace, name):
 def test_a_study_that_crashes(workspace):
     path = edited(workspace, "crash", "import torch\n", "import os\nos.abort()\n")
     found = message(refuse(workspace, {"study": path.name}))
-    assert re.search(r"crash\.py: the study must load without an error\. .* ended with exit status -6 and", found)
+    assert re.search(r"crash\.py: the study must load .* ended with exit status -6 and", found)
 
 
 def test_a_study_that_prints(workspace):

@@ -157,6 +157,8 @@ def test_a_job_out_of_memory_says_what_to_change(study):
     path = study.path("diabetes.py")
     path.write_text(path.read_text() + HUNGRY)
     output = study.fail(TRAIN)
-    one_error(output, r"the job must have enough memory\. It ran out of memory: Unable to allocate 763")
+    one_error(
+        output, r"the job must have enough memory\. It ran out of memory: Unable to allocate 763"
+    )
     assert "Lower compute.memory_mb" in output
     nothing_half(study)

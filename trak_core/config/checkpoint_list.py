@@ -31,7 +31,7 @@ class Checkpoint:
     path: str | None = None  # the file or folder; None if the pipeline trains the checkpoint
     arguments: Mapping[str, Any] = field(default_factory=dict)  # arguments of this run's `train`
     is_listed: bool = False  # whether it was found in a Trainer's folder that the config names
-    state_dict: str | None = None  # the key under which the file contains the state dict
+    state_dict: str | None = None  # the key of the state dict in the file; None for the usual key
 
 
 def checkpoint_table(
@@ -53,7 +53,7 @@ def checkpoint_table(
         ]
     else:
         named = [(str(name), value) for name, value in checkpoints.items()]
-    # The ids of all checkpoints of an entry begin with its name, so check the names first.
+    # The ids of an entry's checkpoints begin with the entry's name, so check the names first.
     _check_ids([name for name, _ in named])
     expand = _saved if training is None else _trained
     pairs = [pair for name, value in named for pair in expand(name, value, training or {})]
@@ -180,7 +180,7 @@ def _checked_time(at: Any, name: str) -> float:
 def _trained(
     name: str, value: Any, training: Mapping[str, Any]
 ) -> Iterator[tuple[str, Checkpoint]]:
-    """Yield a checkpoint for each time ``at`` of a run, or one at the run's end without ``at``."""
+    """Yield a checkpoint for each time ``at`` of a run. Without ``at``, yield one at the end."""
     if not isinstance(value, Mapping):
         raise InputError(
             "In a config with `training`, a checkpoint must be a mapping of training arguments. "

@@ -45,7 +45,7 @@ def run_preflight(
     The checks concern files, the study, the checkpoints and the memory limit.
 
     Args:
-        specs: The config's specs.
+        specs: The config, and the settings of jobs that are derived from it.
         results: The results folder, in which the study's sizes and file digests are stored.
         config_files: More paths to check for characters that a shell interprets.
         is_stored: Whether Snakemake reads files from remote storage, not from this disk.
@@ -154,7 +154,7 @@ def refuse_future(files: Iterable[str]) -> None:
 
 
 def _lacks_optimizer(checkpoint: Path) -> bool:
-    """Return whether a checkpoint can have no optimizer state, judging by its file names."""
+    """Return whether the file names of a checkpoint show that it has no optimizer state."""
     if checkpoint.is_dir():
         return not (checkpoint / OPTIMIZER_FILE).is_file()
     return checkpoint.suffix == ".safetensors"

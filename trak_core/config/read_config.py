@@ -185,8 +185,7 @@ def python_modules(study: Path, questions: Sequence[Path]) -> list[Path]:
     files have the same name.
     """
     named = study_modules(study)
-    # A file's folder comes first in sys.path even while the study imports modules, which may
-    # therefore be found in it.
+    # The folder of a file of targets is searched first, even for modules that the study imports.
     pairs = [(code, module_folders(path, study)) for path in questions for code in (study, path)]
     for name, file in (m for code, folders in pairs for m in study_modules(code, folders).items()):
         other = named.setdefault(name, file)
@@ -278,7 +277,7 @@ _TextKeyLoader.add_constructor(
 
 
 def merged(value: Any, given: Any) -> Any:
-    """Return ``value``, replaced by ``given``. Mappings are merged key by key, as in Snakemake."""
+    """Return ``given``, but merge two mappings key by key, as Snakemake does with configs."""
     if not isinstance(value, Mapping) or not isinstance(given, Mapping):
         return given
     return {**value, **{key: merged(value.get(key), part) for key, part in given.items()}}
@@ -307,10 +306,7 @@ def with_values_read(config: Mapping[str, Any], entries: Sequence[str]) -> dict[
 
 
 def _check_plain(value: Any, where: str = "") -> None:
-    """Raise an error for dates, sets and bytes, and for keys that are not text.
-
-    Only the ids of checkpoints may be numbers.
-    """
+    """Raise an error for dates, sets, bytes, and keys that are not text (except checkpoint ids)."""
     if isinstance(value, list):
         for i, inner in enumerate(value):
             _check_plain(inner, f"{where}[{i}]")

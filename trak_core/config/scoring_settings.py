@@ -1,4 +1,4 @@
-"""Fill in the scoring settings whose defaults depend on other settings, and build score specs."""
+"""Fill in scoring settings whose defaults depend on others, and build the settings of scores."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from trak_core.settings import Combine, FeaturesSpec, ScoresSpec, Weighting, cur
 
 
 def usual_combine(*, along: bool) -> Combine:
-    """Return the default ``combine``. ``along`` is true for checkpoints from several times."""
+    """Return the default ``combine``. ``along`` is true if checkpoints differ in training time."""
     return Combine.UNIT_AVERAGE if along else Combine.PRODUCT_OF_AVERAGES
 
 

@@ -52,7 +52,7 @@ _COLUMNS = ("train_columns", "target_columns")
 
 @cache
 def _question_digest(path: Path, study: Path) -> str:
-    """Return a hash of a file of targets. It is computed once, so that all specs contain it."""
+    """Return a hash of a file of targets, computed once so that all jobs have the same hash."""
     if not path.is_file():
         raise InputError(
             f"experiments: `data` must be an existing file. Found no file at {path}.",

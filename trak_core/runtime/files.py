@@ -149,10 +149,7 @@ def atomic_write(path: Path) -> Generator[Path, None, None]:
 
 
 def safe_cell(cell: Any) -> Any:
-    """Return a cell for a CSV file. An apostrophe is put before a text that looks like a formula.
-
-    Otherwise, a spreadsheet would run the formula.
-    """
+    """Return a cell for a CSV, with an apostrophe before a text that looks like a formula."""
     return f"'{cell}" if isinstance(cell, str) and cell.startswith(_RUN) else cell
 
 

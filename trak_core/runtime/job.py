@@ -52,10 +52,7 @@ def release_freed_memory() -> None:
 
 
 def export_library_path() -> None:
-    """Put the folder of this trak_core first in PYTHONPATH, unless the package is installed.
-
-    Processes that are started later then import the same copy.
-    """
+    """Put this copy of trak_core first in PYTHONPATH for new processes, unless it is installed."""
     library = str(Path(__file__).parents[2])
     others = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
     if library not in sysconfig.get_paths().values() and others[:1] != [library]:
@@ -117,10 +114,7 @@ def _end_before_jobs(_number: int, _frame: FrameType | None) -> None:
 
 
 def stop_before_jobs() -> None:
-    """Make Ctrl-C end this process with a one-line message, until jobs can start.
-
-    ``explain_interrupts`` then replaces this behaviour.
-    """
+    """Make Ctrl-C end this process with a one-line message until jobs can start."""
     if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_DFL):
         signal.signal(signal.SIGINT, _end_before_jobs)
     if os.name == "posix":  # A SIGINT that was blocked until now is delivered.

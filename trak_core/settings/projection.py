@@ -194,8 +194,5 @@ def usual_kind(n_params: int, proj_dim: int) -> ProjectionKind:
 
 
 def stream_of(checkpoint: str) -> int:
-    """Return the 32-bit number that makes a checkpoint's projection differ from others.
-
-    It is the blake2b digest of the checkpoint's id.
-    """
+    """Return a 32-bit hash of a checkpoint's id, which makes its projection differ from others."""
     return int.from_bytes(hashlib.blake2b(checkpoint.encode(), digest_size=4).digest(), "little")

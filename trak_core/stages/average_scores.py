@@ -106,9 +106,9 @@ def average_scores(
 
     With ``keep: top_k``, the files ``checkpoint_scores`` contain no similarities, and ``features``
     contains each checkpoint's features to compute them. ``top`` is the number of largest scores of
-    each sign to keep for each target. ``pool`` is the file of the scored samples if they
-    are not the training samples. Columns from this file, from ``question`` and from the study are
-    added to the tables. The file also stores ``columns`` (the meaning of labels and predictions),
+    each sign to keep for each target. ``pool`` is the file of the scored samples if they are not
+    the training samples. Columns from this file, from ``question`` and from the study are added to
+    the tables. The file also stores ``columns`` (the meaning of labels and predictions),
     ``defaults`` (the settings that the config leaves out), ``output_words`` (the description of a
     user-defined model output) and ``mean_of`` (the experiments whose mean is the target).
     """

@@ -74,7 +74,7 @@ def _write_texts(
 ) -> None:
     scores = answer.experiment
     influential = scores.attributes["influential"]
-    # Without describe(), only the samples on the page are read, because others have no texts.
+    # Without describe(), samples have no texts, and only those on the page are read and printed.
     if not study.has("describe"):
         shown = scores.tables["targets"]["id"].tolist()[: len(answer.targets)]
         targets, influential = targets.take(shown), scores.tables["top_influences"]["train_id"]
@@ -108,7 +108,7 @@ def draw_influences(
 
     ``self_influence`` and ``token_scores`` contain at most one file each. With a file of token
     scores, tokens are coloured by their scores. If the study has no ``token_texts(sample)``, the
-    numbers of tokens are shown. The study's ``draw`` and ``describe`` determine how samples look.
+    ids of tokens are shown. The study's ``draw`` and ``describe`` determine how samples look.
     """
     study = Study.load(study_file)
     train = study.split(TRAIN, None)

@@ -161,10 +161,7 @@ def _check_labels(
 def _check_known_groups(
     group_by: Sequence[str], name: str, output: ModelOutput, labels: Sequence[int | float]
 ) -> None:
-    """Raise an error if scores are grouped by ``label`` or ``prediction``, but it has no classes.
-
-    ``name`` is the name of the model output.
-    """
+    """Raise an error if ``group_by`` has ``label`` or ``prediction``, but these are not classes."""
     if "label" in group_by:
         Grouping.of("label", labels)
     is_number = name in TABLE and not TABLE[name].labels_are_classes
@@ -179,10 +176,7 @@ def _check_known_groups(
 
 
 def _check_arguments(study: Study, arguments: Mapping[str, Any], requirement: str) -> None:
-    """Raise an error if the study's ``train`` does not accept ``arguments``.
-
-    ``requirement`` is the beginning of the message.
-    """
+    """Raise an error that states ``requirement`` if ``train`` does not accept ``arguments``."""
     signature = inspect.signature(study.function("train"))
     try:
         signature.bind(**arguments)
@@ -222,10 +216,7 @@ def _check_training(
 
 
 def _check_retraining(study: Study, arguments: Mapping[str, Any], *, weighted: bool) -> None:
-    """Raise an error if the study's ``train`` lacks an argument that an evaluation passes to it.
-
-    If ``weighted`` is true, these include ``sample_weights``.
-    """
+    """Raise an error if the study's ``train`` lacks an argument that an evaluation passes to it."""
     requirement = (
         "for an evaluation, train() must accept the arguments of `training`, `seed` (an integer) "
         "and `data` (the samples to train on; the default, None, means all samples)"
