@@ -278,7 +278,7 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
     keep, output = config["scoring"]["keep"], config["model_output"]
     if (lds or "experiment" in removals) and keep != "full":
         raise InputError(
-            f"evaluation needs the full matrix of scores, so scoring.keep must be full. Found "
+            "evaluation needs the full matrix of scores, so scoring.keep must be full. Found "
             f"{keep}.",
             code="config.incomplete_scores",
         )
