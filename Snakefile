@@ -1,6 +1,6 @@
-# With this file, `snakemake` in this folder runs the workflow.
+# Makes `snakemake`, if called in this folder, run the workflow.
 include: "workflow/Snakefile"
 
 
-# `include` does not set the default target, so it is set here.
+# `include` does not take over the default target, so it is set here.
 use rule all as default

@@ -1,4 +1,4 @@
-"""A Snakemake executor that runs Python scripts in forks of a process with preloaded modules."""
+"""A Snakemake executor that runs Python scripts as forks of a process with imported modules."""
 
 from snakemake.executors.local import common_settings as common_settings  # jobs are local jobs
 

@@ -1,4 +1,4 @@
-"""A variant of Snakemake's local executor that runs Python scripts in forks."""
+"""A variant of Snakemake's local executor that runs Python scripts in forked processes."""
 
 import os
 import shlex
@@ -25,18 +25,18 @@ _execute_by_shell = PythonScript.execute_script
 
 @dataclass
 class ExecutorSettings(ExecutorSettingsBase):
-    """The command-line settings. Snakemake creates them before it reads the workflow."""
+    """The executor's command-line options. Snakemake parses them before it reads the workflow."""
 
     preload: str = field(
         default="",
         metadata={
-            "help": "Comma-separated names to import before the first script: modules, objects in "
-            "modules, or functions to call, whose names must end with ()."
+            "help": "Comma-separated names to import before the first script runs. A name is a "
+            "module, an object in a module, or a function to call, followed by ()."
         },
     )
     late: bool = field(
         default=False,
-        metadata={"help": "Import when the first job starts, not while Snakemake plans jobs."},
+        metadata={"help": "Import when the first job starts, not already while jobs are planned."},
     )
 
     def __post_init__(self) -> None:
@@ -51,16 +51,18 @@ class Executor(LocalExecutor):
         PythonScript.execute_script = execute_script
 
     def run_job(self, job: Any) -> None:
-        """Run a job. Start the server if it is not running."""
+        """Run a job, after starting the server that forks processes if it is not running."""
         start()
         super().run_job(job)
 
 
 def execute_script(self: PythonScript, fname: str, edit: bool = False) -> None:
-    """Run a script that Snakemake has prepared: in a fork, unless it needs another Python or shell.
+    """Run the Python script of a job in a fork.
+
+    If the script needs another Python or another shell, it runs in a new process, as in Snakemake.
 
     Raises:
-        CalledProcessError: If the script fails, as Snakemake's shell does.
+        CalledProcessError: If the script fails, as in Snakemake.
     """
     other_python = self.conda_env, self.container_img, self.env_modules, self.shadow_dir
     other_shell = self.resources.get("shell_exec"), shell._process_prefix, shell._process_suffix
@@ -73,7 +75,7 @@ def execute_script(self: PythonScript, fname: str, edit: bool = False) -> None:
     with ExitStack() as stack:
         if self.bench_record is not None:  # The rule has a `benchmark`.
             self.bench_record.running_time = 0.0
-            with suppress(psutil.NoSuchProcess):  # it has already ended
+            with suppress(psutil.NoSuchProcess):  # The script may already have ended.
                 stack.enter_context(benchmarked(fork.pid, self.bench_record))
         status = fork.wait()
     if status:
@@ -84,11 +86,11 @@ def execute_script(self: PythonScript, fname: str, edit: bool = False) -> None:
 
 
 def _explain(rule: str, number: int) -> None:
-    """Log the signal that ended a script, and its probable cause."""
+    """Log the signal that ended the script of a rule, and the probable cause."""
     name = signal.Signals(number).name if number in list(signal.Signals) else f"signal {number}"
     cause = (
         " The system sends this signal when memory runs out. Give the job more memory, or run "
-        "fewer jobs at a time (--cores, --resources)."
+        "fewer jobs at the same time (--cores, --resources)."
     )
     logger.error(
         f"Error: the script of {rule} was ended by {name}.{cause * (number == signal.SIGKILL)}"

@@ -1,4 +1,4 @@
-"""Import the preloaded modules. multiprocessing's forkserver imports this module first."""
+"""Import modules in advance in multiprocessing's forkserver, which imports this module first."""
 
 from snakemake_executor_plugin_forks.server import serve
 

@@ -1,7 +1,7 @@
-"""Run Python scripts in forks of one process that has already imported the modules they need.
+"""Run Python scripts as forks of one process that has already imported the modules they need.
 
-The process is the forkserver of Python's ``multiprocessing``. If a fork could behave differently
-from a new Python process, it calls ``exec`` to start one (README.md).
+This process is the forkserver of Python's ``multiprocessing``. If a script could behave differently
+in a fork than in a new Python process, the fork replaces itself by a new one (README.md).
 """
 
 import atexit
@@ -22,38 +22,39 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# Snakemake sets these variables to the job's number of threads. Libraries read them at import.
+# Snakemake sets these variables to a job's number of threads. Libraries read them at import.
 _LIBRARIES = ("OMP_NUM", "GOTO_NUM", "OPENBLAS_NUM", "MKL_NUM", "VECLIB_MAXIMUM", "NUMEXPR_NUM")
 THREADS = [f"{library}_THREADS" for library in _LIBRARIES]
 TEMPORARY = ["TMPDIR", "TMP", "TEMPDIR", "TEMP"]
 # pandas imports pyarrow if it is installed. Without this setting, pyarrow's allocator would start a
-# thread.
+# thread, and a process with several threads cannot be forked safely.
 NO_ARROW_THREAD = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
-# Variables that no library reads at import. Snakemake's plugin for S3 sets the last two.
+# Variables that may differ between server and script, because no library reads them at import.
+# Snakemake's plugin for S3 sets the last two.
 _NEVER_READ = {*TEMPORARY, *NO_ARROW_THREAD}
 _NEVER_READ |= {"AWS_REQUEST_CHECKSUM_CALCULATION", "AWS_RESPONSE_CHECKSUM_VALIDATION"}
-_TOLD = "SNAKEMAKE_FORKS_SERVER"  # names to import, environment, parent, as JSON
+_TOLD = "SNAKEMAKE_FORKS_SERVER"  # the names to import, environment, and parent's id, as JSON
 _TASKS, _OOM_SCORE = Path("/proc/self/task"), Path("/proc/self/oom_score_adj")
 
 _context = multiprocessing.get_context("forkserver")
-# multiprocessing's list of processes is not thread-safe.
+# Guards multiprocessing's list of processes, which is not thread-safe.
 _lock = threading.Lock()
 _modules: list[str] = []
 _is_started = False
-_running: set[int] = set()  # process ids of scripts
-# In the server and its forks: the environment at import, or None if forks are unsafe.
+_running: set[int] = set()  # process ids of running scripts
+# In the server and its forks: the environment variables at import, or None if forks are unsafe.
 _seen: dict[str, str] | None = None
 _paths: list[str] = []
 _server = 0
 
 
 def set_preload(modules: Sequence[str]) -> None:
-    """Set the names that the server imports. It also calls names that end with ``()``."""
+    """Set the names that the server imports. Names that end with ``()`` are also called."""
     _modules[:] = modules
 
 
 def start() -> None:
-    """Start the server, unless it was started before. Call this in the main thread."""
+    """Start the server if it was not started before. This must be called in the main thread."""
     global _is_started
     with _lock:
         if _is_started:
@@ -64,11 +65,12 @@ def start() -> None:
         scripts = environment | dict.fromkeys(THREADS, "1")
         told = {_TOLD: json.dumps([_modules, scripts, os.getpid()]), "PYTHONSAFEPATH": "1"}
         forkserver.set_forkserver_preload([f"{__package__}.preload"])
-        resource_tracker.ensure_running()  # Later, this would unblock the SIGINT blocked below.
+        # If the tracker started later, it would unblock SIGINT, which is blocked below.
+        resource_tracker.ensure_running()
         held = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         os.environ.update(scripts | NO_ARROW_THREAD | told)
-        # From Python 3.12.8 and 3.13.1 on, multiprocessing gives the server the sys.path of this
-        # process, which Snakemake has changed. The server must have the sys.path of a new Python.
+        # Since Python 3.12.8 and 3.13.1, multiprocessing passes sys.path, which Snakemake has
+        # changed, to the server. The server must have the sys.path of a new Python process instead.
         get_preparation_data = spawn.get_preparation_data
         spawn.get_preparation_data = lambda _name: {}
         try:
@@ -81,7 +83,7 @@ def start() -> None:
 
 
 def _end_running() -> None:
-    """Send SIGTERM to running scripts, and SIGCONT so that suspended scripts receive it too."""
+    """Send SIGTERM to running scripts, then SIGCONT so that suspended scripts receive SIGTERM."""
     for pid in [*_running]:
         for number in (signal.SIGTERM, signal.SIGCONT):
             with suppress(ProcessLookupError):
@@ -89,7 +91,7 @@ def _end_running() -> None:
 
 
 def _end_with_parent(process: int) -> None:
-    """End this process when its parent ends, or now if ``process`` has already ended."""
+    """Make this process end with its parent, or now if the parent ``process`` has ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     try:
@@ -99,13 +101,13 @@ def _end_with_parent(process: int) -> None:
 
 
 def serve() -> None:
-    """Import the names of ``set_preload``. This runs in the server of ``multiprocessing``."""
+    """Import the names that ``set_preload`` was given. This function runs in the server."""
     global _seen, _server
     _server = os.getpid()
-    # Ctrl-C ends the scripts and the process that waits for them, but must not end the server.
+    # Ctrl-C ends the scripts and the process that waits for them. It must not end the server.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-    if _TOLD not in os.environ:  # multiprocessing restarted a killed server
+    if _TOLD not in os.environ:  # multiprocessing has restarted a server that was killed
         return
     modules, environment, caller = json.loads(os.environ[_TOLD])
     _end_with_parent(caller)
@@ -114,14 +116,14 @@ def serve() -> None:
     _paths[:] = sys.path
     terminal, silence = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 2)
-    gc.disable()  # Collections take a sixth of the import time and free almost nothing.
+    gc.disable()  # Garbage collection takes a sixth of the import time and frees almost nothing.
     for name in modules:
-        with suppress(Exception):  # A script that needs the name will raise the error.
+        with suppress(Exception):  # A script that needs the name will raise the same error.
             attribute = pkgutil.resolve_name(name.removesuffix("()"))
             if name.endswith("()"):
                 attribute()
     gc.enable()
-    gc.freeze()  # Otherwise a collection in a fork would copy the imports' memory.
+    gc.freeze()  # Otherwise, garbage collection in a fork would copy the memory of all imports.
     sys.stderr.flush()
     os.dup2(terminal, 2)
     os.close(terminal)
@@ -137,7 +139,7 @@ def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _run(script: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Run ``python script arguments`` in a fork."""
+    """Run a Python script in this process, which is a fork, as ``python script`` would."""
     _end_with_parent(_server)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # If memory runs out, the kernel must kill this process, not the server that other scripts need.
@@ -154,7 +156,7 @@ def _run(script: str, arguments: Sequence[str], environment: Mapping[str, str]) 
     sys.argv = [script, *arguments]
     folder = [] if environment.get("PYTHONSAFEPATH") else [str(Path(script).parent)]
     sys.path[:] = folder + _paths
-    if "numpy" in sys.modules:  # otherwise unseeded scripts would draw equal numbers
+    if "numpy" in sys.modules:  # Otherwise, scripts that set no seed would draw equal numbers.
         sys.modules["numpy"].random.seed()
     main: Any = ModuleType("__main__")
     main.__file__ = script
@@ -165,7 +167,7 @@ def _run(script: str, arguments: Sequence[str], environment: Mapping[str, str]) 
 
 
 def status_of(program: Callable[[], None]) -> int:
-    """Run a program and Python's exit functions, and return the exit status."""
+    """Return the exit status of a program, after running it and Python's exit functions."""
     status = 0
     try:
         program()
@@ -176,17 +178,17 @@ def status_of(program: Callable[[], None]) -> int:
     except BaseException as error:
         frames = error.__traceback__
         while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
-            frames = frames.tb_next  # hide the frames of this module
+            frames = frames.tb_next  # Hide the frames of this module.
         sys.excepthook(type(error), error.with_traceback(frames), frames)
         status = 1
-    # In a fork, multiprocessing would call these functions too late or not at all.
+    # In a fork, multiprocessing would call these two functions too late or not at all.
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
     atexit._run_exitfuncs()
     return status & 255
 
 
 class Fork:
-    """A Python script that runs in a fork, with all variables of ``environment``."""
+    """A Python script that runs in a fork, with the variables in ``environment``."""
 
     def __init__(
         self, script: Path, arguments: Sequence[str], environment: Mapping[str, str]
@@ -196,10 +198,10 @@ class Fork:
         self._process = _context.Process(target=_run, args=given)
         main = vars(sys.modules["__main__"])
         with _lock:
-            file = main.pop("__file__", None)  # otherwise the fork would run this file first
+            file = main.pop("__file__", None)  # Otherwise, the fork would run this file first.
             try:
                 self._process.start()
-                # Otherwise Python's exit would wait for a script that Ctrl-C has not ended.
+                # Otherwise, Python would wait at exit for a script that Ctrl-C has not ended.
                 process._children.discard(self._process)  # pyright: ignore[reportAttributeAccessIssue]
             finally:
                 main |= {} if file is None else {"__file__": file}

@@ -1,7 +1,6 @@
 """Hash the code and files on which a job depends, so that Snakemake notices changes.
 
-Whole files are hashed. Only the standard library is imported, because Snakemake imports this module
-for every run.
+Every start of Snakemake imports this module, so it imports only the standard library.
 """
 
 import ast
@@ -17,7 +16,7 @@ from trak_core.errors import InputError
 
 _PACKAGE = Path(__file__).parent
 _CODE = {".py", ".j2", ".css"}
-# Folders with code that not all jobs run. ``own_parts`` returns the code that only some stages run.
+# Folders whose code is not run by every job. For a stage, ``own_parts`` adds the code that it runs.
 _APART = {"command", "compat", "queries", "report", "stages", "workflow"}
 _OF_PAGES = {"draw_influences", "write_report"}
 _Name = tuple[str, ...]
@@ -39,31 +38,34 @@ def _code_files(*parts: str) -> set[Path]:
 
 @cache
 def code_digest(*parts: str) -> str:
-    """Return a 16-digit hash of the files and folders ``parts`` of ``trak_core``.
+    """Return a hash, as 16 hexadecimal digits, of files and folders in ``trak_core``.
 
-    By default, all code that every job may run is hashed.
+    Without ``parts``, the code that every job may run is hashed.
     """
     return _hashed((file.relative_to(_PACKAGE).as_posix(), file) for file in _code_files(*parts))
 
 
 def own_parts(module: str) -> list[str]:
-    """Return the code of a stage, by its dotted name, that ``code_digest()`` does not include."""
+    """Return the files and folders of a stage's code that ``code_digest()`` does not include.
+
+    ``module`` is the dotted name of the stage's module.
+    """
     stage = module.rpartition(".")[2]
     return ["stages/_shared.py", f"stages/{stage}.py", *["report"] * (stage in _OF_PAGES)]
 
 
 def stage_digest(module: str) -> str:
-    """Return a 16-digit hash of all code that a stage may run. ``module`` is its dotted name."""
+    """Return a hash of all code that a stage may run. ``module`` is the stage's dotted name."""
     return content_digest(code_digest(), code_digest(*own_parts(module)))[:16]
 
 
 def _imported(file: Path, name: _Name) -> Iterable[_Name]:
-    """Yield the dotted names in all import statements of a module."""
+    """Yield the dotted name, as a tuple, of everything that a module's code imports."""
     try:
         nodes = list(ast.walk(ast.parse(file.read_bytes(), filename=str(file))))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InputError(
-            f"{file}: the study must be code that Python can parse. Found: {error}.",
+            f"{file}: the study must be valid Python code. Found: {error}.",
             code="provenance.python",
         ) from error
     package = name if file.name == "__init__.py" else name[:-1]
@@ -79,14 +81,14 @@ def _imported(file: Path, name: _Name) -> Iterable[_Name]:
 def study_modules(study: Path, folders: Sequence[Path] = ()) -> dict[_Name, Path]:
     """Return the paths of a study's Python file and of the local modules that it imports, by name.
 
-    Imports inside functions are included. Modules are searched for in ``folders``, in order, or by
-    default in the study's folder.
+    Imports inside functions are included. Modules are searched for in ``folders``, or by default in
+    the study's folder.
     """
     if study.suffix != ".py" or not study.is_file():
         kind = "a file with another ending" if study.is_file() else "no such file"
         raise InputError(
-            f"{study}: the study's Python file must exist, and its name must end with .py. Paths "
-            f"are relative to the folder in which Snakemake runs. Found {kind}.",
+            f"{study}: the study's Python file must exist, and its name must end with .py. Found "
+            f"{kind}. Paths are relative to the folder in which Snakemake runs.",
             code="provenance.study_file",
         )
     modules: dict[_Name, Path] = {(study.stem,): study}
@@ -114,29 +116,30 @@ def study_modules(study: Path, folders: Sequence[Path] = ()) -> dict[_Name, Path
 def study_digest(
     study: Path, data_files: Mapping[str, str] | None = None, folders: Sequence[Path] = ()
 ) -> str:
-    """Return a 16-digit hash of a study's Python file, its local modules, and its data files.
+    """Return a hash of a study's Python file, the local modules that it imports, and its data.
 
-    ``data_files`` maps paths to digests. ``study_modules`` documents ``folders``.
+    ``data_files`` maps the paths of data files to their hashes. Modules are searched for in
+    ``folders``, or by default in the study's folder.
     """
     code = _hashed((".".join(name), path) for name, path in study_modules(study, folders).items())
     return content_digest(code, sorted((data_files or {}).items()))[:16]
 
 
 def mentions(study: Path, *names: str) -> bool:
-    """Return whether a study, or a local module that it imports, can define one of these names.
+    """Return whether a study, or a local module that it imports, may define one of these names.
 
-    A star import can define any name.
+    The names are searched for in the text of the code. A star import may define any name.
     """
     words = re.compile(rf"\b({'|'.join(names)})\b|\bimport\s*\*".encode())
     return any(words.search(file.read_bytes()) for file in study_modules(study).values())
 
 
 def content_digest(*parts: Any) -> str:
-    """Return a hash of plain values, which are converted to JSON, as 32 hexadecimal digits."""
+    """Return a hash, as 32 hexadecimal digits, of values that can be converted to JSON."""
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
 def parameters_digest(shapes: Mapping[str, Sequence[int]]) -> str:
-    """Return a hash of the names and shapes of parameters, in order, as 32 hexadecimal digits."""
+    """Return a hash, as 32 hexadecimal digits, of parameters' names and shapes in their order."""
     text = "\n".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -85,7 +85,9 @@ def test_exit_status_and_errors_of_the_command():
         assert ended.value.code == status
     result = subprocess.run([*command, "run", "no.yaml"], capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (1, "")
-    assert result.stderr.startswith("Error: The first argument of `trak run` must be a config")
+    assert result.stderr.startswith(
+        "Error: The first argument of `trak run` must be an existing config"
+    )
 
 
 def test_init_ends_quietly_if_its_reader_has_closed_the_pipe(tmp_path):

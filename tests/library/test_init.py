@@ -117,7 +117,7 @@ def test_data_of_another_project_are_left_out(kind, capsys):
     assert arguments["texts" if kind == "texts" else "table"] == f"A/sft.{ending}"
     asked = config["experiments"]["asked"].get("data", arguments.get("targets"))
     assert asked == f"A/test.{ending}"
-    assert "nearer to other weights than A/" in capsys.readouterr().out
+    assert "nearer to other weights than to A/" in capsys.readouterr().out
 
 
 def test_data_beside_both_projects_belong_to_each(capsys):
@@ -214,7 +214,7 @@ def test_the_longest_of_several_texts_is_used_with_a_comment(capsys):
     assert written(files)["study_arguments"]["text"] == "{body}"
     printed = capsys.readouterr().out
     (comment,) = re.findall(r"check: text: (.*)\n", printed)
-    assert "longest field of title, body" in comment
+    assert "fields (title, body); this is the longest field" in comment
     assert f'text: "{{body}}"  # {comment}\n' in Path("trak.yaml").read_text()
 
 

@@ -56,9 +56,9 @@ def test_a_copy_of_a_results_folder_replaces_nothing_of_its_maker(here, made, no
     assert earlier_configs(Path(now), [two], copied) == []
     assert differences_of_copy(copied, Path(now)) == []
     other = copied | {"scoring": {"damping": 7}, "projection": {"proj_dim": 8}}
-    assert "with another projection, scoring." in differences_of_copy(other, Path(now))[0]
+    assert "settings: projection, scoring." in differences_of_copy(other, Path(now))[0]
     other_study = {**copied, "study": "t.py"}
-    assert "with another study." in differences_of_copy(other_study, Path(now))[0]
+    assert "settings: study." in differences_of_copy(other_study, Path(now))[0]
     if is_kept:
         assert differences_of_copy(other | {"results": made}, Path(made)) == []
         assert earlier_configs(Path(made), [two], own) == ["one.yaml"]

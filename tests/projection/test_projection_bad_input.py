@@ -58,7 +58,7 @@ def test_rows_that_are_not_finite_are_named(kind):
         ({"version": 2}, "range", ["version", 2]),
         ({"proj_dim": 6, "kind": "hadamard"}, "power_of_two", ["hadamard", 6]),
         ({"kind": "tensor_sketch"}, "no_shapes", ["tensor_sketch"]),
-        ({"kind": "tensor_sketch", "shapes": [(2, 3)]}, "shapes", ["6 entries", "n_params 5"]),
+        ({"kind": "tensor_sketch", "shapes": [(2, 3)]}, "shapes", ["6 entries", "n_params is 5"]),
         ({"kind": "normal", "shapes": [(5, 1)]}, "kind_without_shapes", ["normal"]),
         ({"proj_dim": 4, "kind": "identity"}, "identity_size", ["proj_dim 4", "n_params 5"]),
     ],

@@ -244,7 +244,7 @@ def test_a_list_has_a_page_with_its_samples(results, tmp_path, way, capsys):
     assert [a["href"] for a in shown.all("a") if "#train" in a["href"]] == links
     assert f"{rows['worth_a_look'].sum()} of 20 are worth a look" in shown.text
     assert "With 4 targets, the order of suspects is uncertain." in shown.text
-    assert "from only 4 targets, the order of suspects is uncertain." in capsys.readouterr().out
+    assert "with only 4 targets, the order of suspects is uncertain." in capsys.readouterr().out
     alts = [f"train {i}" for i in rows["id"]]
     assert [image["alt"] for image in shown.all("img")] == (alts if way == "drawn" else [])
     assert "The suggested label is the class" not in shown.text

@@ -18,7 +18,7 @@ TABLES = {
         "a row without a path": (HEADER + b"c0\n", "Found 'c0', '' in line 2"),
         "more cells than the header": (
             HEADER + b"c0\tc0.pt\t\nc1\tc1.pt\trun1\n",
-            *("the header, 2", "Found 3 in line 3"),
+            *("which has 2", "Found 3 cells in line 3"),
         ),
     },
     "config.checkpoint_id": {

@@ -193,7 +193,7 @@ def test_two_runs_with_one_results_folder(study, tmp_path):
     record = study.path("results/config.json").read_bytes()
     assert b'"seed": 1' in record
     output = other.fail(target)
-    assert re.search(r"Error: /.*/study/results: a results folder must be written", output)
+    assert re.search(r"Error: /.*/study/results: only one run at a time may write", output)
     assert "Traceback" not in output
     other.would_run(target)  # which writes nothing
     assert study.path("results/config.json").read_bytes() == record
@@ -252,7 +252,7 @@ def test_a_copy_by_hard_links_keeps_its_results(study, tmp_path):
     scores = study.path("results/scores/few.h5").read_bytes()
     with copy.path("results/.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert "written to by one run at a time" in study.fail("--forceall")
+        assert "only one run at a time may write" in study.fail("--forceall")
     save_own_checkpoint(study, 0, scale=2)
     assert study.run() == scoring(1, 1)
     assert study.path("results/scores/few.h5").read_bytes() != scores

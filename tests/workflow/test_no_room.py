@@ -107,7 +107,7 @@ def test_whatever_library_writes_the_error_is_the_same(tmp_path, library):
     assert re.search(
         r"^Error: \S*/file: the disk needs space for the file\. Found: (File too large|the table "
         r"train differs from what was written), with \d+ MiB free\. The partial file was "
-        r"deleted\. Free space, .* run snakemake again",
+        r"deleted\. Free some space, .* run snakemake again",
         log,
         flags=re.M,
     ), log
@@ -133,7 +133,7 @@ def test_every_library_s_lack_of_memory_is_explained(tmp_path, body):
     status, log, _ = run_job(body, tmp_path)
     assert status == 1
     assert re.fullmatch(
-        r"Error: the job must have enough memory\. It ran out: \S.* Lower "
+        r"Error: the job must have enough memory\. It ran out of memory: \S.* Lower "
         r"compute\.memory_mb, .*--set-resources RULE:mem_mb=.*\n",
         log,
     ), log
@@ -157,6 +157,8 @@ def test_a_job_out_of_memory_says_what_to_change(study):
     path = study.path("diabetes.py")
     path.write_text(path.read_text() + HUNGRY)
     output = study.fail(TRAIN)
-    one_error(output, r"the job must have enough memory\. It ran out: Unable to allocate 763")
+    one_error(
+        output, r"the job must have enough memory\. It ran out of memory: Unable to allocate 763"
+    )
     assert "Lower compute.memory_mb" in output
     nothing_half(study)

@@ -1,4 +1,4 @@
-"""Ask a finished run which training samples pushed the output for new samples up or down."""
+"""Show which training samples pushed the model output for new samples up or down."""
 
 import argparse
 import atexit
@@ -34,15 +34,15 @@ log(p / (1 - p)) of the joint probability p of all scored tokens, so it is far b
 texts. The number of scored tokens follows, and how many of them the model predicts correctly.
 """
 _MOST_TOKENS = 3
-# The largest number of lines from a file that are scored together.
+# At most this many lines of a file are scored together.
 _AT_ONCE = 100
 
 
 def ask(words: Sequence[str]) -> None:
-    """Run ``trak ask`` with its arguments.
+    """Run the subcommand ``trak ask`` with the arguments ``words``.
 
     If a line cannot be answered, an error is printed and the next line is read. The exit status is
-    then 1, unless the lines are typed.
+    then 1 at the end, unless the lines were typed.
     """
     parser = argparse.ArgumentParser(
         "trak ask", description=__doc__, epilog=_HELP, formatter_class=argparse.RawTextHelpFormatter
@@ -56,38 +56,38 @@ def ask(words: Sequence[str]) -> None:
     parser.add_argument(
         *("--target", "-t"), action="append", default=[], help="the id of a target of the run"
     )
-    parser.add_argument("--label", help="another class for these targets")
+    parser.add_argument("--label", help="the class to explain for these targets")
     parser.add_argument(
-        "--top", type=int, default=5, help="scores of either sign to show; default %(default)s"
+        "--top", type=int, default=5, help="scores to show of each sign; default %(default)s"
     )
     parser.add_argument("--tokens", action="store_true", help="show scores by token, in colours")
-    parser.add_argument("--csv", type=Path, help="write a table of all answers")
-    parser.add_argument("--html", type=Path, help="write a page of all answers")
+    parser.add_argument("--csv", type=Path, help="the CSV file to write all answers to")
+    parser.add_argument("--html", type=Path, help="the HTML page to write all answers to")
     asked, others = parser.parse_known_args(words)
     if others:
         parser.error(
-            f"unrecognized arguments: {' '.join(others)}. Lines are read from standard input: "
+            f"unrecognized arguments: {' '.join(others)}. Samples are read from standard input: "
             f"echo ... | trak ask {asked.config}"
         )
     if asked.label is not None and not asked.target:
-        parser.error("--label needs --target; a line contains its label")
+        parser.error("--label needs --target. To set the label of a line, write it in the line")
     check_config_file("ask", asked.config)
     for path in filter(None, (asked.csv, asked.html)):
         if not path.parent.is_dir() or path.is_dir():
             raise InputError(
-                f"--csv and --html must be files in existing folders. Found {path}.",
+                f"--csv and --html must name files in existing folders. Found {path}.",
                 code="command.no_output_folder",
             )
-    # is_file() is False for a pipe, which is allowed: `--file <(...)`.
+    # is_file() would refuse a pipe, as in `--file <(...)`, which is allowed.
     if asked.file is not None and (asked.file.is_dir() or not asked.file.exists()):
-        message = f"--file must be a file of lines. Found a folder or nothing at {asked.file}."
+        message = f"--file must name an existing file. Found a folder or nothing at {asked.file}."
         raise InputError(message, code="command.no_file")
     if asked.top < 1:
         raise InputError(f"--top must be at least 1. Found {asked.top}.", code="command.top")
-    # OpenBLAS with several threads crashes for 16,384 or more dimensions. It reads the variable
-    # when it is loaded.
+    # OpenBLAS with several threads crashes for matrices of 16,384 or more rows. It reads this
+    # variable only when it is loaded.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # Without freeze(), the garbage collection at exit takes a second.
+    # Without gc.freeze(), the garbage collection at exit takes a second.
     atexit.register(gc.freeze)
     try:
         session = _Session(asked)
@@ -106,7 +106,7 @@ def ask(words: Sequence[str]) -> None:
 
 
 class _Session:
-    """The state of ``trak ask``: the run, the answers, and whether a line failed."""
+    """The state of ``trak ask``: the opened run, the answers, and whether a line had an error."""
 
     def __init__(self, asked: argparse.Namespace) -> None:
         self._asked = asked
@@ -114,7 +114,7 @@ class _Session:
         self.is_typed = not is_given and sys.stdin is not None and sys.stdin.isatty()
         self.has_failed = False
         self._answers: list[Answer] = []
-        # The origin of each id: "target 3" or "line 5".
+        # For each id of a sample, where it is from: "target 3" or "line 5".
         self._places: dict[str, str] = {}
         self._outputs = [path for path in (asked.csv, asked.html) if path is not None]
         if sys.stdin is not None and sys.stdin.isatty():
@@ -123,16 +123,16 @@ class _Session:
             self._run = _open_run(asked.config)
             _check_outputs(self._run.run, asked, self._outputs)
             self._run.load()
-        # The page written with --html shows tokens if the run's pages show them.
+        # The page that --html writes shows tokens if the pages of the run show them.
         shows_tokens = asked.html is not None and self._run.run.specs.config["answers"]["tokens"]
         self._has_tokens: bool = asked.tokens or shows_tokens
 
     def answer_all(self) -> None:
-        """Print an answer or an error for each target and line."""
+        """Print an answer or an error for each target and each line."""
         if self.is_typed:
             print(_HELP, file=sys.stderr)
         samples = self._samples()
-        # Lines of a file are scored together, so that checkpoints are read once for all of them.
+        # The lines of a file are scored in groups, because each group reads all checkpoints again.
         is_given = self._asked.file is not None or self._asked.target
         while group := list(itertools.islice(samples, _AT_ONCE if is_given else 1)):
             answers = self._run.answers(group, self._asked.top, tokens=self._has_tokens)
@@ -142,17 +142,17 @@ class _Session:
                     self._tell(f"{self._places[str(asked.id)]}: {answer}")
                     continue
                 if self._outputs:
-                    # Scores of all training samples for all answers would need too much memory.
+                    # Keeping the scores of all training samples would need too much memory.
                     self._answers.append(replace(answer, scores=answer.scores.iloc[:0].copy()))
                 print(_in_words(answer), flush=True)
 
     def write(self) -> None:
-        """Write the requested table and page, if there is an answer."""
+        """Write the table and the page that were requested, if there is at least one answer."""
         if not self._outputs:
             return
         paths = ", ".join(map(str, self._outputs))
         if not self._answers:
-            self._tell(f"there is no answer, so {paths} is not written")
+            self._tell(f"there is no answer to write, so {paths} was not written")
             return
         from trak_core.queries.render_answers import answer_rows, asked_page
         from trak_core.runtime.files import atomic_write, write_csv
@@ -170,7 +170,7 @@ class _Session:
         print(f"Error: {message}", file=sys.stderr, flush=True)
 
     def _samples(self) -> Iterator["Asked"]:
-        """Yield the samples of targets and lines. Print an error for each one that is not valid."""
+        """Yield the sample of each target and line. Print an error for each invalid one."""
         for target_id in self._asked.target:
             place = f"target {target_id}"
             try:
@@ -201,15 +201,15 @@ class _Session:
         before = self._places.setdefault(str(asked.id), place)
         if before is not place:
             raise InputError(
-                f"Ids of targets and lines must be unique. Found {asked.id}, already used by "
-                f"{before}. The id of a line is its field id, or by default its number from 0.",
+                f"Ids of targets and lines must be unique. Found {asked.id}, which is the id of "
+                f"{before}, too. The id of a line is its field id, or else its number from 0.",
                 code="command.id_again",
             )
 
     def _lines(self) -> Iterator[tuple[str, Any]]:
         """Yield the place, such as "line 1", and the content of each line that is not empty.
 
-        The content is text or bytes, or a dict of fields if the file is not ``.jsonl``.
+        The content is text or bytes. For a table or a JSON list, it is a dict of fields.
         """
         file: Path | None = self._asked.file
         from trak_core.data.rows import LINES, SUFFIXES
@@ -231,19 +231,19 @@ class _Session:
 
 
 def _check_outputs(run: "FinishedRun", asked: argparse.Namespace, outputs: list[Path]) -> None:
-    """Raise an error if an output would replace the other one, or a file that a run needs."""
+    """Raise an error if an output file would replace another output or a file that a run needs."""
     from trak_core.runtime.files import matches
 
     used_files = [Path(asked.config), *filter(None, (asked.file,)), run.results]
     used_files += [run.checkpoint(name) for name in run.specs.checkpoints]
-    # A new file that matches an entry of `data_files` would become data.
+    # A new file that matches a pattern in `data_files` would be treated as data.
     used_files += [*run.specs.files, *map(Path, run.specs.config["data_files"])]
     for i, path in enumerate(outputs):
         for used in (*used_files, *outputs[:i]):
             is_inside = used.is_dir() and used.resolve() in path.resolve().parents
             if is_inside or _is_same(path, used) or matches(path, str(used)):
                 raise InputError(
-                    "--csv and --html must be different files outside of the results folder, and "
+                    "--csv and --html must be different files outside the results folder. They "
                     "must not replace the config, --file, or files of the study, its data or its "
                     f"checkpoints. Found {path}.",
                     code="command.output_of_run",
@@ -251,7 +251,7 @@ def _check_outputs(run: "FinishedRun", asked: argparse.Namespace, outputs: list[
 
 
 def _is_same(path: Path, other: Path) -> bool:
-    """Return whether two paths or hard links name the same file, which need not exist."""
+    """Return whether two paths refer to the same file, which need not exist."""
     exist = path.exists() and other.exists()
     return path.samefile(other) if exist else path.resolve() == other.resolve()
 
@@ -269,7 +269,7 @@ def _open_run(config_file: str) -> "OpenRun":
     config = read_config(Path(config_file), schema)
     given = given_by_command(Path(config_file), config)
     if given:
-        message = f"Notice: the run's --config {json.dumps(given)} applies here too."
+        message = f"Notice: the values of the run's --config are used: {json.dumps(given)}."
         print(message, file=sys.stderr)
     torch.set_num_threads(config["compute"]["threads"])
     run = FinishedRun.of_config(config, Path(config["results"]), Path.cwd())
@@ -277,7 +277,7 @@ def _open_run(config_file: str) -> "OpenRun":
 
 
 def _next(answers: "Iterator[tuple[Asked, Answer | InputError]]") -> Any:
-    """Return the next answer, with notices on standard error and without progress messages."""
+    """Return the next answer. Notices go to standard error, and progress is not shown."""
     from trak_core.runtime.progress import reported_to
 
     with contextlib.redirect_stdout(sys.stderr), reported_to(lambda n_rows: None):
@@ -292,7 +292,7 @@ def _typed() -> Iterator[str]:
             while True:
                 yield input("> ")
         except (EOFError, KeyboardInterrupt):
-            print(file=sys.stderr)  # End the line, because the user typed no line break.
+            print(file=sys.stderr)  # The user typed no line break, so end the line.
             raise
 
 
@@ -320,10 +320,11 @@ def _in_words(answer: "Answer") -> str:
 
 
 def _in_colours(tokens: "pd.DataFrame") -> list[str]:
-    """Return a line with the highest-scoring tokens, and before it, on a terminal, all tokens.
+    """Return a line that lists the tokens with the largest scores.
 
-    In the line with all tokens, tokens that push the output up are green, tokens that push it down
-    are red, and the strongest are bold. The environment variable ``NO_COLOR`` turns it off.
+    On a terminal, a line with all tokens precedes it. Tokens that push the output up are green,
+    tokens that push it down are red, and the strongest are bold. The environment variable
+    ``NO_COLOR`` turns this line off.
     """
     scores = tokens["score"].to_numpy()
     if not scores.any():

@@ -1,7 +1,7 @@
-"""Write the config of a ready-made study for a folder of weights and data.
+"""Write the config of a ready-made study for a folder that contains weights and data.
 
-Settings that no file specifies are not guessed. Each of them has a comment in the config, which is
-also printed.
+Settings that cannot be read from the files are not guessed. The config has a comment on each of
+them, and the comments are also printed.
 """
 
 import argparse
@@ -37,17 +37,18 @@ _MODEL = "config.json"
 _EXPLAINED = re.compile(
     r"asked|dev|eval(uation)?|h[eo]ld(out)?|new|questions|targets|test|unseen|val(id\w*)?"
 )
-_CODE = re.compile(r"0[0-9]+")  # Ids and codes can be numbers with leading zeros.
+_CODE = re.compile(r"0[0-9]+")  # A number with leading zeros is an id or a code.
 _LABELS = ("label", "labels", "target", "class", "outcome", "y")
-# Names of the column in which pandas writes row numbers.
+# Names of a column in which pandas wrote row numbers.
 _NUMBERED = ("", "Unnamed: 0")
-# Pairs of fields for a prompt and its completion, in rows without the field `text`.
+# Names of the fields for a prompt and its completion, in rows without a field `text`.
 _PAIRS = (
     *(("prompt", "completion"), ("prompt", "response"), ("question", "answer")),
     *(("instruction", "output"), ("instruction", "response"), ("input", "output")),
 )
-_DEPTH = 4  # Levels of subfolders to search. A Trainer's runs/first/out/checkpoint-5 has four.
-# If targets are labelled, up to 2,000 are explained, because lists of suspects need hundreds.
+_DEPTH = 4  # Search four levels of subfolders, as in a Trainer's runs/first/out/checkpoint-5.
+# The numbers of targets to explain. If targets have labels, the second number applies, because a
+# list of suspects needs hundreds of targets.
 _N_TARGETS, _MOST_TARGETS = 3, 2000
 _NEEDED = (
     "weights in Hugging Face format (config.json or adapter_config.json, possibly in "
@@ -55,7 +56,7 @@ _NEEDED = (
     f"each class. Rows are in {', '.join(SUFFIXES)} or a saved Dataset"
 )
 
-# A line of the config: key, value, and a comment on what the user must check or fill in, or "".
+# A line of the config: the key, the value, and a comment for the user on what to check, or "".
 Line = tuple[str, Any, str]
 # See docs/explanation/scores.md, "The damping".
 _DAMPING = "the default is 2, but the best value differs between studies"
@@ -78,10 +79,10 @@ _OUTPUT = "regression for a number, image_classification for a class"
 
 
 def init(words: Sequence[str]) -> None:
-    """Run ``trak init``: write the config, and print which files it uses and what to check.
+    """Run ``trak init``: write a config, and print which files it uses and what to check.
 
     Raises:
-        InputError: If the config exists already, or the folder has no study.
+        InputError: If the config already exists, or if the folder does not contain a study's files.
     """
     parser = argparse.ArgumentParser("trak init", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", nargs="?", default=".", help="default: this folder")
@@ -92,12 +93,12 @@ def init(words: Sequence[str]) -> None:
     folder, config = Path(asked.folder), Path(asked.config)
     if config.exists() or config.suffix not in {".yaml", ".yml"} or not config.parent.is_dir():
         raise InputError(
-            "--config must be a new file that ends in .yaml, in an existing folder. Found "
-            f"{config}. Choose another name, or remove that file.",
+            "--config must be the name of a new file that ends in .yaml, in an existing folder. "
+            f"Found {config}. Choose another name, or remove that file.",
             code="command.config_name",
         )
     if not folder.is_dir():
-        message = f"`trak init` needs a folder. Found none at {folder} (from {Path.cwd()})."
+        message = f"`trak init` needs a folder. Found no folder at {folder} (from {Path.cwd()})."
         raise InputError(message, code="command.no_folder")
     text, report = config_for(folder)
     usual = "results-" + re.sub(r"[^A-Za-z0-9._-]+", "_", config.stem)
@@ -108,7 +109,7 @@ def init(words: Sequence[str]) -> None:
 
 
 def config_for(folder: Path) -> tuple[str, list[str]]:
-    """Return the text of a config for a folder, and report lines about the files that it uses.
+    """Return the text of a config for a folder, and lines that report which files it uses.
 
     Subfolders are searched level by level until the files of a study are found.
     """
@@ -123,20 +124,21 @@ def config_for(folder: Path) -> tuple[str, list[str]]:
     searched = f" and {_DEPTH} levels of subfolders, {listed(inside[1:])}" if inside[1:] else ""
     findings = "; ".join(line.removeprefix("found: ") for line in report) or "none of them"
     raise InputError(
-        f"{folder} must contain the files of a study: {_NEEDED}. Searched it{searched}. Found "
-        f"{findings}. Add the missing files, or write your own study (docs/how-to/own-model.md).",
+        f"{folder} must contain the files of a study: {_NEEDED}. Searched this folder{searched}. "
+        f"Found {findings}. Add the missing files, or write your own study "
+        "(docs/how-to/own-model.md).",
         code="command.no_study",
     )
 
 
 def _config_of(folder: Path, inside: Sequence[Path], report: list[str]) -> str | None:
-    """Return the config for a folder and the subfolders ``inside``, or None without a study."""
-    # timm saves a state dict with a config that contains the name of the network.
+    """Return the text of a config for the study in ``inside``, or None if there is no study."""
+    # timm saves a state dict together with a config that contains the name of the network.
     saved = [path for path in inside if (path / "model.safetensors").is_file()]
     timm = {path: name for path in saved if (name := _json(path / _MODEL).get("architecture"))}
     weights = [path for path in inside if path not in timm and _weights_config(path)]
     images = [path for path in inside if path not in weights and _is_of_images(path)]
-    # Folders of weights may contain the texts, but their files are not state dicts.
+    # A folder of weights may also contain the texts, but its other files are not state dicts.
     plain = [path for path in inside if path not in weights]
     files = sorted({p for place in (folder, *plain) for p in place.iterdir() if p.is_file()})
     rows = [path for path in files if path.suffix in SUFFIXES and _may_be_rows(path)]
@@ -152,12 +154,12 @@ def _config_of(folder: Path, inside: Sequence[Path], report: list[str]) -> str |
     loads = _loadable(states, report) if images or rows else {}
     if not loads:
         return None
-    # Checkpoints of one network have the same names and shapes. The most frequent network is used.
+    # Tensors of one network have the same names and shapes. Use the network with most checkpoints.
     networks = grouped(loads, loads.__getitem__)
     checkpoints = sorted(max(networks, key=len))
     for network in networks:
         if network[0] not in checkpoints:
-            reason = f"of another network than {checkpoints[0]}, which has more files or is first"
+            reason = f"another network than {checkpoints[0]}, which has more files or comes first"
             report.append(f"left out: {listed(network)}: {reason}")
     others = [path for path in loads if path not in checkpoints]
     images, rows = (_of_project(data, checkpoints, others, report) for data in (images, rows))
@@ -169,7 +171,8 @@ def _config_of(folder: Path, inside: Sequence[Path], report: list[str]) -> str |
 def _loadable(checkpoints: Iterable[Path], report: list[str]) -> dict[Path, frozenset[Any]]:
     """Return the names and shapes of the tensors in each checkpoint that can be loaded.
 
-    Names lack their common prefix. For each other file, the reason is added to ``report``.
+    A prefix that all names share is removed. If a file cannot be loaded, the reason is added to
+    ``report``.
     """
     loaded = {}
     for path in checkpoints:
@@ -187,20 +190,20 @@ def _loadable(checkpoints: Iterable[Path], report: list[str]) -> dict[Path, froz
 
 
 def _may_hold(path: Path) -> bool:
-    """Return whether a path is a folder that can contain a study. Results folders cannot."""
+    """Return whether a path is a folder that may contain a study, unlike a results folder."""
     if not path.is_dir() or path.name.startswith((".", "__", "results", "checkpoint-")):
         return False
     return not any((path / name).exists() for name in ("pyvenv.cfg", "study.json"))
 
 
 def _is_of_images(folder: Path) -> bool:
-    """Return whether at least two subfolders contain images, so that they can be classes."""
+    """Return whether at least two subfolders contain images. Each would be a class."""
     classes = (path for path in folder.iterdir() if _may_hold(path))
     return sum(any(p.suffix.lower() in _IMAGES for p in path.iterdir()) for path in classes) > 1
 
 
 def _weights_config(folder: Path) -> Path | None:
-    """Return the config file of the weights in a folder or in a Trainer's checkpoints, or None."""
+    """Return the config file of a model's weights in a folder or its ``checkpoint-*``, or None."""
     places = (folder, *sorted(folder.glob("checkpoint-*")))
     files = (place / name for place in places for name in (ADAPTER_CONFIG, _MODEL))
     return next((file for file in files if file.is_file()), None)
@@ -210,7 +213,7 @@ def _json(file: Path) -> dict[str, Any]:
     try:
         return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{file}: must be JSON. {error}.", "command.weights_config") from error
+        raise InputError(f"{file} must be JSON. {error}.", "command.weights_config") from error
 
 
 def _refuse_here(paths: Sequence[Path], subject: str) -> None:
@@ -219,18 +222,18 @@ def _refuse_here(paths: Sequence[Path], subject: str) -> None:
         if Path.cwd().is_relative_to(path):
             raise InputError(
                 f"{subject} must not be in the current folder, because results are written here. "
-                f"Found them in {path}. Run this in the folder above: trak init {path.name}",
+                f"Found them in {path}. Run in the folder above it: trak init {path.name}",
                 code="command.results_here",
             )
 
 
 def _split(paths: Sequence[Path], report: list[str]) -> tuple[Path, Path | None]:
-    """Choose the training data and the data to explain by their names.
+    """Choose the training data and the data to explain by the names of the files or folders.
 
-    If several paths can be the training data, the largest is chosen.
+    If several paths can be the training data, the largest one is chosen.
 
     Returns:
-        The path of the training data, and the path of the data to explain or None.
+        The path of the training data, and the path of the data to explain (or None).
     """
     words = {path: re.split(r"[^a-z]+", path.stem.lower()) for path in paths}
     trained = [path for path in paths if any(word.startswith("train") for word in words[path])]
@@ -239,8 +242,8 @@ def _split(paths: Sequence[Path], report: list[str]) -> tuple[Path, Path | None]
     others = trained or [path for path in paths if path not in explained]
     if not others:
         raise InputError(
-            f"The folder must contain training data. Found only data to explain: "
-            f"{listed(explained)}. Add the training data, such as train.jsonl.",
+            "The folder must contain training data. Judging by the names, it contains only data to "
+            f"explain: {listed(explained)}. Add the training data, such as train.jsonl.",
             code="command.no_training_data",
         )
     train, target = max(others, key=_n_bytes), explained[0] if explained else None
@@ -249,28 +252,31 @@ def _split(paths: Sequence[Path], report: list[str]) -> tuple[Path, Path | None]
         largest = f"the largest of {listed(others)}"
         report.append(f"check: {train} is assumed to be the training data, because it is {largest}")
     if unused := [path for path in paths if path not in {train, target}]:
-        report.append(f"left out: {listed(unused)}: the names do not say what the data are for")
+        report.append(f"left out: {listed(unused)}: the names do not show what the data are for")
     return train, target
 
 
 def _of_project(
     data: list[Path], chosen: Sequence[Path], others: Sequence[Path], report: list[str]
 ) -> list[Path]:
-    """Return the data that are not nearer to ``others`` than to the chosen weights, if any."""
+    """Return the data that are at least as near to the chosen weights as to ``others``.
+
+    If there are none, return all data. Near means that paths have many folders in common.
+    """
 
     def shared(path: Path, weights: Sequence[Path]) -> int:
         return max((len(Path(commonpath([path, other])).parts) for other in weights), default=0)
 
     own = [path for path in data if shared(path, chosen) >= shared(path, others)]
     if own and (left := [path for path in data if path not in own]):
-        report.append(f"left out: {listed(left)}: nearer to other weights than {chosen[0]}")
+        report.append(f"left out: {listed(left)}: nearer to other weights than to {chosen[0]}")
     return own or data
 
 
 def _may_be_rows(path: Path) -> bool:
-    """Return whether a .json file begins a list of objects with texts, or True for other files.
+    """Return whether a .json file begins with a list of objects with texts. True for other files.
 
-    Settings are no lists, and the objects of logs contain only numbers.
+    Files of settings have no list at the top, and the objects of logs contain only numbers.
     """
     if path.suffix != LIST:
         return True
@@ -285,9 +291,9 @@ def _n_bytes(path: Path) -> int:
 
 
 def _of_texts(weights: list[Path], rows: list[Path], report: list[str]) -> str:
-    """Return the config of a language model or a text classifier."""
+    """Return the text of a config for a language model or a text classifier."""
     files = {path: file for path in weights if (file := _weights_config(path)) is not None}
-    # The base model of an adapter is often in the same folder.
+    # If there are adapters, only they are used, as other weights are probably their base model.
     adapters = [path for path, file in files.items() if file.name == ADAPTER_CONFIG]
     configs = {path: _json(files[path]) for path in adapters or weights}
     first, about = next(iter(configs.items()))
@@ -295,11 +301,11 @@ def _of_texts(weights: list[Path], rows: list[Path], report: list[str]) -> str:
     classifies = kind.endswith("ForSequenceClassification")
     if not classifies and not re.search(r"CausalLM|LMHead|CAUSAL_LM", kind):
         raise InputError(
-            "Weights must belong to a causal language model or a text classifier. Found "
+            "The weights must be of a causal language model or a text classifier. Found "
             f"{kind} in {first}. Write your own study (docs/how-to/own-model.md).",
             code="command.weights_kind",
         )
-    # These keys can differ between checkpoints of one model.
+    # These keys can differ between checkpoints of the same model.
     ignored = {"_name_or_path", "transformers_version", "peft_version"}
     models = {
         path: {key: value for key, value in about.items() if key not in ignored}
@@ -307,7 +313,7 @@ def _of_texts(weights: list[Path], rows: list[Path], report: list[str]) -> str:
     }
     alike = [path for path in models if models[path] == models[first]]
     if other := [path for path in weights if path not in alike]:
-        report.append(f"left out: {listed(other)}: not the same model as in {first}")
+        report.append(f"left out: {listed(other)}: another model than in {first}")
     _refuse_here([path for path in alike if not [*path.glob("checkpoint-*")]], "Weights")
     train, target = _split(_of_project(rows, alike, other, report), report)
     row = read_rows(str(train))[0]
@@ -328,10 +334,10 @@ def _of_texts(weights: list[Path], rows: list[Path], report: list[str]) -> str:
 
 
 def _text_fields(row: Mapping[str, Any], classifies: bool) -> list[Line]:
-    """Return the arguments that name the fields for prompt, text and label."""
+    """Return the study's arguments that name a row's fields for prompt, text and label."""
     label, note = _label_of(row) if classifies else ("label", "")
     lines: list[Line] = [("label", label, note)] if label != "label" else []
-    # For conversations, the study uses the chat template.
+    # Conversations need no field names, because the study applies the chat template.
     is_chat = "messages" in row or not isinstance(row.get("completion", ""), str)
     if "text" in row or (is_chat and not classifies):
         return lines
@@ -343,14 +349,14 @@ def _text_fields(row: Mapping[str, Any], classifies: bool) -> list[Line]:
         lines += [("prompt", f"{{{pair[0]}}}", "")] if pair[0] != "prompt" else []
         return [*lines, ("text", f"{{{pair[1]}}}", note)]
     longest = max(texts or row, key=lambda name: len(str(row[name])))
-    note = f"give a template of the rows' fields; this is the longest field of {', '.join(row)}"
+    note = f"give a template of the rows' fields ({', '.join(row)}); this is the longest field"
     if len(texts) == 1:
         note = "" if classifies else _AROUND
     return [*lines, ("text", f"{{{longest}}}", note)]
 
 
 def _label_of(row: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the field that contains the label, or the last field with a comment to check it."""
+    """Return the field of the label and "", or the last field and a comment to check it."""
     names = [name for name in row if name not in {"id", *_NUMBERED}] or [*row]
     named = [name for label in _LABELS for name in names if name.strip().lower() == label]
     note = "" if named else "give the field of the label; this is the last field"
@@ -360,7 +366,10 @@ def _label_of(row: Mapping[str, Any]) -> tuple[str, str]:
 def _of_images(
     images: list[Path], checkpoints: list[Path], timm: Mapping[Path, str], report: list[str]
 ) -> str:
-    """Return the config of an image classifier. ``timm`` maps folders to network names."""
+    """Return the text of a config for an image classifier.
+
+    ``timm`` maps folders that timm saved to the names of their networks.
+    """
     train, target = _split(images, report)
     explained = target or train
     _refuse_here([train, explained], "Images")
@@ -378,14 +387,14 @@ def _of_images(
 
 
 def _of_table(rows: list[Path], checkpoints: list[Path], report: list[str]) -> str:
-    """Return the config of a network whose inputs are columns of a table."""
+    """Return the text of a config for a network whose inputs are columns of a table."""
     train, target = _split(rows, report)
     trained = read_rows(str(train))
     label, note = _label_of(trained[0])
     ignored = {"id", *_NUMBERED} - {label}
     cells = {key: [row.get(key) for row in trained] for key in trained[0] if key not in ignored}
-    # A column is numeric if at least half of its cells are numbers. The run raises an error for
-    # any other cells.
+    # A column is numeric if at least half of its cells are numbers. The run will raise an error for
+    # the other cells.
     numbers = {name: [as_number(value) for value in values] for name, values in cells.items()}
     texts = [name for name in cells if numbers[name].count(None) > len(trained) / 2]
     known = [number for number in numbers[label] if number is not None]
@@ -412,9 +421,9 @@ def _of_table(rows: list[Path], checkpoints: list[Path], report: list[str]) -> s
 
 
 def _targets(ids: Sequence[Any], of_classes: bool) -> Line:
-    """Return a config line that selects all targets, or the first ids.
+    """Return a config line that selects all targets, or only the first few.
 
-    All targets are selected if they have classes and there are not too many of them.
+    All targets are selected if they have classes and there are at most 2,000 of them.
     """
     if of_classes and len(ids) <= _MOST_TARGETS:
         return "targets", ALL_TARGETS, ""
@@ -424,7 +433,7 @@ def _targets(ids: Sequence[Any], of_classes: bool) -> Line:
 def _text(
     top: list[Line], arguments: list[Line], checkpoints: list[Path], asked: Line, report: list[str]
 ) -> str:
-    """Return the text of a config with values in JSON. Add lines on what to check to ``report``."""
+    """Return the text of a config. Lines that tell the user what to check go to ``report``."""
     stems = [
         re.sub(r"[^A-Za-z0-9_]+", "_", _STATE_DICT.sub("", p.name) or "run") for p in checkpoints
     ]

@@ -1,4 +1,4 @@
-"""Parse the command line of ``trak``, and call the function for its subcommand."""
+"""Parse the command line of ``trak``, and call the function of the subcommand."""
 
 import signal
 import sys
@@ -26,7 +26,7 @@ usage: trak run CONFIG [TARGET ...] [OPTION ...]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a subcommand. The message of an ``InputError`` is printed on standard error."""
+    """Run a subcommand of ``trak``. The message of an ``InputError`` goes to standard error."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words == ["--version"]:
         print(f"trak-core {__version__}")
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(_USAGE, end="", file=sys.stdout if is_help else sys.stderr)
         sys.exit(0 if is_help else 2)
     try:
-        # Each subcommand imports its module, so that `run` does not wait for pandas.
+        # Modules are imported only for their subcommand, so that `run` does not wait for pandas.
         if command == ["init"]:
             from trak_core.command.init import init
 
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             ask(words[1:])
         else:
             if arguments is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-                # With the default handler, Ctrl-C during the imports prints no traceback.
+                # The system's default handler prints no traceback if Ctrl-C interrupts imports.
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
             from trak_core.command.run import run
             from trak_core.runtime.job import stop_before_jobs

@@ -1,4 +1,4 @@
-"""Run the workflow of this package with Snakemake for one config."""
+"""Run this package's Snakemake workflow for one config."""
 
 import ast
 import os
@@ -20,11 +20,11 @@ from trak_core.runtime.files import CONFIG_RECORD
 from trak_core.runtime.job import export_library_path
 
 _PACKAGE = Path(__file__).parents[1]
-# Options that limit the number of simultaneous jobs.
+# Options of Snakemake that limit how many jobs run at the same time.
 _SET_LIMIT = ("-c", "--cores", "-j", "--jobs", "--profile")
 _PROFILES = ("local", "slurm", "slurm-gpu")
-# This code runs instead of `python -m snakemake`. Ctrl-C during the imports, which take a second,
-# prints no traceback. Garbage is collected less often, which saves an eighth of the planning time.
+# This code replaces `python -m snakemake`. With it, Ctrl-C during the imports, which take a second,
+# prints no traceback. Rarer garbage collection saves an eighth of the time to plan jobs.
 _SNAKEMAKE = """
 import atexit, gc, sys
 from trak_core.runtime.job import stop_before_jobs
@@ -35,32 +35,32 @@ gc.set_threshold(100_000, 50, 100)
 from snakemake.cli import main
 sys.argv[0] = "snakemake"
 """
-# This code starts importing the modules for jobs before Snakemake is imported.
+# This code starts a server that imports the modules for jobs while Snakemake is being imported.
 _START_FORKS = """
 from snakemake_executor_plugin_forks.server import set_preload, start
 set_preload({preload})
 start()
 """
 _CALL, _CALL_WITH_BRIEF_LOG = "main()", 'main(["--logger=trak", *sys.argv[1:]])'
-# Options that run jobs on other machines.
+# Options of Snakemake that can run jobs on other machines.
 _ELSEWHERE = ("-e", "--executor", "--profile", "--workflow-profile")
-# The modules that are imported by all jobs, by optimizers, and by studies of texts.
+# What to import in advance for all jobs, for optimizers, and (_OF_TEXTS) for studies of texts.
 _STAGES = "trak_core.runtime.job:import_stages()"
 _OPTIMIZERS = "torch._dynamo"
-# If a study contains one of these words, it may set environment variables or import paths, which
-# can change what its imports do.
+# A study with one of these words may set environment variables or import paths, which can change
+# what its imports do. Its imports must therefore not run in advance.
 _CHANGES_IMPORTS = re.compile(rb"\b(environb?|putenv|unsetenv|dotenv|sys|site)\b")
 _OF_TEXTS = ("transformers.AutoModelForCausalLM", "transformers.AutoTokenizer")
 
 
 def workflow_folder() -> Path:
-    """Return the folder of the Snakefile, in the wheel or in the checkout."""
+    """Return the folder that contains the Snakefile, in an installed package or in a checkout."""
     in_wheel = _PACKAGE / "workflow"
     return in_wheel if in_wheel.is_dir() else _PACKAGE.parent / "workflow"
 
 
 def _profile(name: str) -> str:
-    """Return the path of a profile of this package, unless the current folder contains one."""
+    """Return the path of this package's profile ``name``, or ``name`` for any other profile."""
     if name not in _PROFILES or Path(name).is_dir():
         return name
     in_wheel = workflow_folder() / "profiles" / name
@@ -68,16 +68,17 @@ def _profile(name: str) -> str:
 
 
 def snakemake_command(config: str, arguments: Sequence[str]) -> list[str]:
-    """Return the command line of Snakemake for a config.
+    """Return the Snakemake command line that runs the workflow for a config.
 
     ``arguments`` are targets and options of Snakemake. If no option limits the number of jobs, all
     cores are used.
     """
     if any(argument.startswith("--configfile") for argument in arguments):
         raise InputError(
-            f"`trak run` takes one config. Found {config} and --configfile. Put all keys into one "
-            "file. Or call Snakemake with two files, of which the second overrides the first: "
-            f"snakemake --snakefile {workflow_folder() / 'Snakefile'} --configfile {config} MORE.",
+            f"`trak run` takes only one config. Found {config} and --configfile. Put all keys into "
+            "one file, or call Snakemake itself with two files. Keys in the second file override "
+            f"the first: snakemake --snakefile {workflow_folder() / 'Snakefile'} --configfile "
+            f"{config} MORE.",
             code="command.second_config",
         )
     handed = []
@@ -88,17 +89,17 @@ def snakemake_command(config: str, arguments: Sequence[str]) -> list[str]:
         handed.append(prefix + (_profile(value) if is_profile else value))
     if not any(argument.startswith(_SET_LIMIT) for argument in handed):
         handed += ["--cores", "all"]
-    # With `=`, the option takes one value. Otherwise it would also take the targets after it.
+    # Without `=`, the option --configfile would also take the targets that follow it as values.
     snakefile = str(workflow_folder() / "Snakefile")
     return ["snakemake", f"--snakefile={snakefile}", f"--configfile={config}", *handed]
 
 
 def check_config_file(word: str, config: str) -> None:
-    """Raise an error if the argument of a subcommand is not an existing config file."""
+    """Raise an error if ``config``, the argument of a subcommand, is not a config file."""
     if not config.endswith((".yaml", ".yml", ".json")) or not Path(config).is_file():
         raise InputError(
-            f"The first argument of `trak {word}` must be a config, an existing file that ends in "
-            f".yaml, .yml or .json. Found {config} (from {Path.cwd()}).",
+            f"The first argument of `trak {word}` must be an existing config file whose name ends "
+            f"in .yaml, .yml or .json. Found {config} (from {Path.cwd()}).",
             code="command.no_config",
         )
 
@@ -109,7 +110,7 @@ def _is_elsewhere(arguments: Sequence[str]) -> bool:
 
 
 def _read(config: Path) -> Any:
-    """Return the content of a config. If it is not YAML, raise an error that names the line."""
+    """Return the content of a YAML config, or None for JSON. Invalid YAML raises an error."""
     if config.suffix == ".json":
         return None
     try:
@@ -122,7 +123,7 @@ def _read(config: Path) -> Any:
 
 
 def _is_new(path: Path, config: Any) -> bool:
-    """Return whether a config was never run, or has changed since its last run."""
+    """Return whether a config has never been run, or has changed since its last run."""
     try:
         record = Path(config.get("results", "results")) / CONFIG_RECORD
         return not record.exists() or path.stat().st_mtime > record.stat().st_mtime
@@ -131,14 +132,15 @@ def _is_new(path: Path, config: Any) -> bool:
 
 
 def _can_fork() -> bool:
-    """Return whether jobs can be forked processes, which requires Linux without a GPU."""
+    """Return whether jobs can run as forked processes, which requires Linux without a GPU."""
     return sys.platform == "linux" and not Path("/dev/nvidiactl").exists()
 
 
 def study_imports(study: Path) -> list[str]:
-    """Return the sorted dotted names that a study imports at its top level from installed packages.
+    """Return the dotted names that a study's top-level code imports from installed packages.
 
-    The list is empty if the study may change what its imports do, see ``_CHANGES_IMPORTS``.
+    The names are sorted. The list is empty if ``_CHANGES_IMPORTS`` matches the study's code, which
+    may then change what its imports do.
     """
     modules = study_modules(study)
     contents = [file.read_bytes() for file in modules.values()]
@@ -155,12 +157,12 @@ def study_imports(study: Path) -> list[str]:
 
 
 def preloaded(config: Any) -> list[str]:
-    """Return the modules to import in the process from which jobs are forked."""
+    """Return the modules to import in advance in the process from which jobs are forked."""
     config = config if isinstance(config, dict) else {}
     study = str(config.get("study"))
     names = [_STAGES]
     with suppress(Exception):  # Errors in the config or the study are reported later.
-        # If there is a report, models are already trained, so jobs need no optimizer.
+        # If a report exists, all models have been trained, so jobs probably need no optimizer.
         is_trained = Path(config.get("results", "results"), "report.html").exists()
         if {"training", "evaluation"} & config.keys() and not is_trained:
             names.append(_OPTIMIZERS)
@@ -179,24 +181,24 @@ def run(config: str, arguments: Sequence[str]) -> None:
     check_config_file("run", config)
     if find_spec("snakemake") is None:
         raise InputError(
-            "`trak run` needs Snakemake in this Python environment. Found none. Run pip install "
-            "'trak-core[workflow]'.",
+            "`trak run` needs Snakemake in this Python environment. It is not installed. Run: pip "
+            "install 'trak-core[workflow]'.",
             code="command.no_snakemake",
         )
     content = _read(Path(config))
     is_here = not _is_elsewhere(arguments)
     preload = preloaded(content) if is_here and _can_fork() else []
-    # `--forks-late` delays these imports until a job starts, because a run may have no jobs.
+    # With --forks-late, modules are imported only when a job starts, as a run may have no jobs.
     forks = ["--executor=forks", "--forks-late", f"--forks-preload={','.join(preload)}"]
     command = snakemake_command(config, [*arguments, *(forks if preload else [])])
     print(shlex.join(command), file=sys.stderr, flush=True)
     is_early = preload and _is_new(Path(config), content)
     first = _START_FORKS.format(preload=preload) if is_early else ""
     export_library_path()
-    # Block Ctrl-C until the new Python process handles it.
+    # Ctrl-C is blocked until the new Python process can handle it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
-        # With -P, modules in the working folder do not shadow installed ones.
+        # With -P, modules in the working folder do not shadow installed modules.
         code = _SNAKEMAKE.format(first=first) + (_CALL_WITH_BRIEF_LOG if is_here else _CALL)
         # ruff: ignore[start-process-with-no-shell] -- this Python, with separate arguments
         os.execv(sys.executable, [sys.executable, "-P", "-c", code, *command[1:]])

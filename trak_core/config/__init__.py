@@ -1,1 +1,1 @@
-"""Read and check configs, estimate memory, and derive the settings of jobs, without torch."""
+"""Read and check configs, estimate the memory of jobs, and derive their settings, without torch."""

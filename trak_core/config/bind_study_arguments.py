@@ -1,4 +1,4 @@
-"""Write the Python file that binds a ready-made study to its arguments."""
+"""Write the Python file that passes the config's ``study_arguments`` to a study."""
 
 import ast
 import glob
@@ -45,7 +45,7 @@ own = Study.load(Path({path!r})).module
 class _Ready:
     """Properties of a ready-made study."""
 
-    model_output: str | None  # the default; None if the config must specify one
+    model_output: str | None  # the default model output; None if the config must specify one
     files: tuple[str, ...]  # the arguments whose values are paths of data files
     takes_weights: bool = False  # whether the model is built from a checkpoint's folder
     names_images: bool = False  # whether data files can be tables of image paths
@@ -57,7 +57,8 @@ READY_MADE = {
     "image_folder": _Ready("image_classification", ("images", "targets"), names_images=True),
     "tabular": _Ready(None, ("table", "targets")),
 }
-# For each annotation of an argument, the argument's type and the type's description in messages.
+# For each annotation of an argument, the type that its value must have, and what error messages
+# call this type.
 _TYPES = {
     "str": (str, "a text, in quotes"),
     "int": (int, "an integer"),
@@ -71,29 +72,32 @@ _FUNCTIONS = (
     *("train_columns", "target_columns", "class_names", "as_read"),
 )
 
-# The number of positional arguments, and the keyword arguments, that the pipeline passes to a
-# function. It passes no arguments to the functions in _WITHOUT_OTHERS.
+# The number of positional arguments that the pipeline passes to a study's function.
 _BY_CALL = {"draw": 2, "describe": 1, "as_read": 1, "token_texts": 1}
+# The keyword arguments that the pipeline passes to a study's function.
 _GIVEN = {"train": ("seed", "data")}
+# The pipeline calls these functions without arguments. `study_arguments` must therefore contain all
+# parameters that have no default.
 _WITHOUT_OTHERS = set(_FUNCTIONS) - {"encode", "describe", "as_read"}
 
 
 def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[str, Any]:
-    """Return a config whose ``study`` is the path of a file that passes on ``study_arguments``.
+    """Return a config whose ``study`` is a generated file that applies ``study_arguments``.
 
-    Unless ``writes`` is false, the file is written to the results folder. It calls a ready-made
-    study with the arguments, or passes each argument to those functions of a user's study that
-    have a parameter with its name. The files that the study reads are added to ``data_files``. The
-    default model output and the weights of the first checkpoint are filled in.
+    The generated file calls a ready-made study with these arguments. For a user's study, it passes
+    each argument to every function that has a parameter of the same name. The file is written to
+    the results folder, unless ``writes`` is false. Files that the study reads are added to
+    ``data_files``. For a ready-made study, the default model output is filled in, and ``weights``
+    defaults to the first checkpoint.
     """
     name, arguments = config.get("study"), config.get("study_arguments")
     if not isinstance(name, str) or (name.endswith(".py") and not isinstance(arguments, Mapping)):
         return dict(config)  # No file is needed, or the config's validation will raise an error.
     if (name not in READY_MADE and not name.endswith(".py")) or not isinstance(arguments, Mapping):
         raise InputError(
-            "study must be a Python file, or the name of a ready-made study with a mapping "
-            f"`study_arguments`. Ready-made studies are {', '.join(READY_MADE)}. Found study "
-            f"{name} and study_arguments {arguments!r}.",
+            "study must be a Python file, or the name of a ready-made study "
+            f"({', '.join(READY_MADE)}). A ready-made study also needs a mapping "
+            f"`study_arguments`. Found study {name} and study_arguments {arguments!r}.",
             code="config.study",
         )
     arguments = {key: value for key, value in arguments.items() if value is not None}
@@ -131,7 +135,7 @@ def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[
 
 
 def builder_of(config: Mapping[str, Any]) -> str:
-    """Return which setting or function determines the model, for error messages."""
+    """Return the setting or the function that determines the model, as words for messages."""
     name = re.sub(r"_study_[0-9a-f]{8}\.py$", "", Path(str(config.get("study"))).name)
     if name not in READY_MADE:
         return "make_model()"
@@ -141,8 +145,8 @@ def builder_of(config: Mapping[str, Any]) -> str:
 
 
 def _own_source(study: Path, arguments: Mapping[str, Any]) -> str:
-    """Return the source of a file that passes arguments to the functions of a user's study."""
-    source: Any = study.read_bytes()  # symtable takes bytes, too
+    """Return the code of a Python file that passes arguments to the functions of a user's study."""
+    source: Any = study.read_bytes()  # symtable also accepts bytes, unlike its annotation.
     nodes = ast.parse(source, filename=str(study)).body
     defined = {node.name: node.args for node in nodes if isinstance(node, ast.FunctionDef)}
     table = symtable.symtable(source, str(study), "exec")
@@ -150,7 +154,7 @@ def _own_source(study: Path, arguments: Mapping[str, Any]) -> str:
     problems, taken, lines = [], set(), []
     for name in (*_FUNCTIONS, "train", "draw", "token_texts"):
         if name not in defined:
-            # If the name is imported, assigned or a class, its parameters are not known here.
+            # The parameters of imported and assigned names are unknown, so they get no arguments.
             lines += [f"{name} = own.{name}"] if name in bound else []
             continue
         given = defined[name]
@@ -171,22 +175,22 @@ def _own_source(study: Path, arguments: Mapping[str, Any]) -> str:
     problems += [f"{key}: {value}" for key, value in arguments.items() if not _is_plain(value)]
     if problems:
         raise InputError(
-            f"study_arguments of {study} must be plain values for parameters of its functions "
-            f"({', '.join(sorted(taken)) or 'it has none'}). Found {'; '.join(problems)}.",
+            f"study_arguments must map parameters of the functions in {study} to plain values. The "
+            f"parameters are: {', '.join(sorted(taken)) or 'none'}. Found {'; '.join(problems)}.",
             code="config.study_keywords",
         )
     return _OWN.format(path=str(study), functions="\n".join(lines))
 
 
 def _check_arguments(name: str, arguments: Mapping[str, Any], about: _Ready) -> None:
-    """Raise an error for unknown arguments of a ready-made study, and for missing files."""
+    """Raise an error if arguments of a ready-made study are invalid, or if a file is missing."""
     nodes = ast.parse((_STUDIES / f"{name}.py").read_text()).body
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
     given = next(function.args for function in functions if function.name == name)
     types = {each.arg: ast.unparse(each.annotation or ast.Name("Any")) for each in given.args}
     required = list(types)[: len(types) - len(given.defaults)]
     if about.takes_weights:
-        required.remove("weights")  # The default is a checkpoint.
+        required.remove("weights")  # The default is the first checkpoint.
     problems = [f"unknown key {key}" for key in arguments if key not in types]
     problems += [f"no {key}" for key in required if key not in arguments]
     for key, value in arguments.items():
@@ -198,8 +202,8 @@ def _check_arguments(name: str, arguments: Mapping[str, Any], about: _Ready) -> 
             problems.append(f"{key}: {value}")
     if problems:
         raise InputError(
-            f"study_arguments of {name} must be plain values for {', '.join(types)}. "
-            f"{' and '.join(required)} are required. Found {'; '.join(problems)}.",
+            f"study_arguments must map parameters of {name} to plain values. The parameters are: "
+            f"{', '.join(types)}. Required: {', '.join(required)}. Found {'; '.join(problems)}.",
             code="config.study_arguments",
         )
     for key in about.files:
@@ -207,7 +211,8 @@ def _check_arguments(name: str, arguments: Mapping[str, Any], about: _Ready) -> 
         if path and not (path.is_file() or any(files for _, _, files in os.walk(path))):
             missing = "no file in" if path.is_dir() else "nothing at"
             raise InputError(
-                f"study_arguments: {key} must exist. Found {missing} {path} (from {Path.cwd()}).",
+                f"study_arguments: {key} must be an existing file, or a folder with files. Found "
+                f"{missing} {path} (from {Path.cwd()}).",
                 code="config.study_arguments",
             )
 
@@ -217,15 +222,16 @@ def _refuse_results_in(arguments: Mapping[str, Any], results: str) -> None:
         folder = Path(str(arguments.get(key)))
         if folder.is_dir() and Path(results).resolve().is_relative_to(folder.resolve()):
             raise InputError(
-                f"study_arguments: the folder {key} must not contain the results folder, because "
-                f"pictures in the results would become a class. Found {results} in {folder}. Move "
-                "the images, or set `results` to another folder.",
+                f"study_arguments: the folder of {key} must not contain the results folder. "
+                "Otherwise, pictures among the results would be read as images of another class. "
+                f"Found {results} in {folder}. Move the images, or set `results` to another "
+                "folder.",
                 code="config.results_in_images",
             )
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value can be written as a Python literal, unlike dates and infinity."""
+    """Return whether a value can be written as a Python literal. Dates and infinity cannot."""
     try:
         return ast.literal_eval(repr(value)) == value
     except (ValueError, SyntaxError):
@@ -233,18 +239,18 @@ def _is_plain(value: Any) -> bool:
 
 
 def _images_of(table: Path) -> list[str]:
-    """Return glob patterns of the images in a table, one for each folder and file ending."""
+    """Return glob patterns for the images in a table, one for each folder and file extension."""
     if not table.is_file():
-        return []  # If it is a folder, all files in it are already data files.
+        return []  # All files in a folder of images are already data files.
     try:
         images = [table.parent / row["path"] for row in read_rows(table)]
     except (InputError, KeyError, TypeError):
-        return []  # The study will raise an error for the table.
+        return []  # The study will raise an error for an invalid table.
     return [f"{glob.escape(str(path.parent))}/*{path.suffix}" for path in images]
 
 
 def _model_files(weights: Path) -> list[str]:
-    """Return the files in the folder of weights that specify the model and its tokenizer."""
+    """Return the configuration and tokenizer files that belong to a folder of weights."""
     folders = [weights, *sorted(weights.glob("checkpoint-*"))]
     folders += [weights.parent] if (weights.parent / "tokenizer_config.json").is_file() else []
     patterns = ("*token*", "config.json", "vocab*", "merges.txt", "*.jinja", "adapter_config.json")
@@ -253,7 +259,7 @@ def _model_files(weights: Path) -> list[str]:
 
 
 def _code_of(argument: Any) -> list[str]:
-    """Return the file of an argument ``file.py:function``, and the modules that it imports."""
+    """Return the file in an argument ``file.py:function``, and the local modules it imports."""
     file = Path(argument.rpartition(":")[0]) if isinstance(argument, str) else Path()
     if file.suffix != ".py" or not file.is_file():
         return []
@@ -261,8 +267,8 @@ def _code_of(argument: Any) -> list[str]:
 
 
 def _written(name: str, text: str, results: str, *, writes: bool) -> str:
-    """Return the path of a generated study file. Write the file if it does not exist."""
-    # The name contains a digest, because configs that share a results folder need different files.
+    """Return the path of a generated study file, and write the file if ``writes`` is true."""
+    # Configs that share a results folder need different files, so the name contains a digest.
     digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
     file = Path(results, f"{name}_study_{digest}.py")
     if writes and not (file.is_file() and file.read_text() == text):
@@ -280,8 +286,8 @@ def first_checkpoint(checkpoints: Any) -> str:
     path = first.get("path") if isinstance(first, Mapping) else first
     if not isinstance(path, str):
         raise InputError(
-            "Either study_arguments must contain `weights` (the folder from which the model is "
-            "built), or `checkpoints` must map ids to paths. Found checkpoints "
+            "study_arguments must contain `weights`, the folder from which the model is built, "
+            "unless `checkpoints` maps ids to paths. Found no `weights`, and checkpoints "
             f"{json.dumps(checkpoints)}.",
             code="config.weights",
         )

@@ -1,4 +1,4 @@
-"""List the checkpoints in a config or its table, with their paths, runs and times."""
+"""List a config's checkpoints with their paths, training runs and times in training."""
 
 import json
 import re
@@ -17,7 +17,8 @@ _ID_PATTERN = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _KEYS = ("path", "run", "at", "state_dict")
 # The names of the folders in which transformers' Trainer saves checkpoints.
 _OF_TRAINER = re.compile(r"checkpoint-(\d+)")
-# The patterns of an epoch or a step, and of a measure of quality. "sweep_1" matches no pattern.
+# An epoch or a step in a file name, and a measure of quality. The lookbehind prevents matches in
+# the middle of a word, such as "ep_1" in "sweep_1".
 _TIME = re.compile(r"(?<![a-z])(epochs?|ep|steps?|iter(?:ation)?s?)[-_=]?(\d+)", re.I)
 _QUALITY = re.compile(r"(?<![a-z])(?:loss|acc(?:uracy)?|auc|f1|error)[-_=]?\d*\.?\d+", re.I)
 
@@ -27,11 +28,11 @@ class Checkpoint:
     """One checkpoint of a run, which is one training of a model."""
 
     run: str  # the name of the run
-    at: float | None = None  # the time in the run, in any unit
+    at: float | None = None  # the time in training, in any unit; None if it is not known
     path: str | None = None  # the file or folder; None if the pipeline trains the checkpoint
     arguments: Mapping[str, Any] = field(default_factory=dict)  # arguments of this run's `train`
-    is_listed: bool = False  # whether the config names only the Trainer's folder that contains it
-    state_dict: str | None = None  # the keys of the state dict in the file
+    is_listed: bool = False  # whether it was found in a Trainer's folder that the config names
+    state_dict: str | None = None  # the key of the state dict in the file; None for the usual key
 
 
 def checkpoint_table(
@@ -42,8 +43,8 @@ def checkpoint_table(
     Args:
         checkpoints: A mapping of ids, or the path of a table with the columns ``checkpoint`` and
             ``path`` and the optional columns ``run``, ``at`` and ``state_dict``.
-        training: The config's ``training``. If it is given, the values of ``checkpoints`` are
-            arguments of ``train``, in which ``at`` may be a list of times.
+        training: The config's ``training``, or None. With ``training``, each value in
+            ``checkpoints`` contains arguments of ``train``, and ``at`` may be a list of times.
     """
     if isinstance(checkpoints, str):
         rows = read_table(Path(checkpoints), ("checkpoint", "path"), ("run", "at", "state_dict"))
@@ -53,7 +54,7 @@ def checkpoint_table(
         ]
     else:
         named = [(str(name), value) for name, value in checkpoints.items()]
-    # An entry can define several checkpoints, so the entry's name is checked before their names.
+    # The ids of an entry's checkpoints begin with the entry's name, so check the names first.
     _check_ids([name for name, _ in named])
     expand = _saved if training is None else _trained
     pairs = [pair for name, value in named for pair in expand(name, value, training or {})]
@@ -64,7 +65,7 @@ def checkpoint_table(
         if len(ids) > 1 and (None in times or len(set(times)) < len(times)):
             shown = ", ".join(f"{name}: {at}" for name, at in zip(ids, times, strict=True))
             raise InputError(
-                "Checkpoints of one run must have different times `at`, which determine their "
+                "All checkpoints of a run must have different times `at`, which determine their "
                 f"order. Found {shown} in run {run!r}.",
                 code="config.checkpoint_time",
             )
@@ -72,7 +73,7 @@ def checkpoint_table(
 
 
 def runs_of(checkpoints: Mapping[str, Checkpoint]) -> dict[str, list[str]]:
-    """Return the ids of each run's checkpoints, sorted by time. Runs are sorted by name."""
+    """Return the checkpoint ids of each training run, sorted by time. Runs are sorted by name."""
     runs: dict[str, list[str]] = {}
     for name in sorted(checkpoints, key=lambda name: (checkpoints[name].at or 0, name)):
         runs.setdefault(checkpoints[name].run, []).append(name)
@@ -80,16 +81,16 @@ def runs_of(checkpoints: Mapping[str, Checkpoint]) -> dict[str, list[str]]:
 
 
 def are_from_along_runs(checkpoints: Mapping[str, Checkpoint]) -> bool:
-    """Return whether checkpoints are from several times of training."""
-    # Checkpoints that the pipeline trains without `at` are from the end of a run.
+    """Return whether the checkpoints were saved at different times during training."""
+    # For checkpoints that the pipeline trains, no time means the end of the run.
     times = {c.at for c in checkpoints.values() if c.at is not None or c.path is None}
     return len(runs_of(checkpoints)) < len(checkpoints) or len(times) > 1
 
 
 def times_of(checkpoints: Iterable[Path]) -> dict[Path, dict[str, Any]]:
-    """Return ``run`` and ``at`` of checkpoints whose names differ only in an epoch or a step.
+    """Return ``run`` and ``at`` for checkpoints whose names differ only in an epoch or a step.
 
-    A measure of quality can also differ, as in ``epoch=3-val_loss=0.25.ckpt``.
+    A loss or accuracy in the names may also differ, as in ``epoch=3-val_loss=0.25.ckpt``.
     """
     times = {path: _TIME.findall(path.name)[-1] for path in checkpoints if _TIME.search(path.name)}
 
@@ -106,7 +107,7 @@ def times_of(checkpoints: Iterable[Path]) -> dict[Path, dict[str, Any]]:
 
 
 def folder_names(folders: Iterable[Path]) -> dict[Path, str]:
-    """Return a different name for each folder, from a part of its path, or {} without such a part.
+    """Return a unique name for each folder from one part of its path, or {} if there is none.
 
     Example:
         >>> [*folder_names([Path("out/a/saved"), Path("out/b/saved")]).values()]
@@ -121,16 +122,16 @@ def folder_names(folders: Iterable[Path]) -> dict[Path, str]:
 
 
 def seeming_runs(checkpoints: Mapping[str, Checkpoint]) -> str | None:
-    """Return a notice if checkpoints without a run and a time have names as of one run."""
+    """Return a notice if the names of checkpoints without ``run`` and ``at`` suggest one run."""
     alone = [c.path for id_, c in checkpoints.items() if c.path and (c.run, c.at) == (id_, None)]
     times = times_of(map(Path, sorted(alone)))
     if not times:
         return None
     entry = json.dumps({"path": str(next(iter(times))), **next(iter(times.values()))})
     return (
-        f"the names of {listed(times)} differ only in an epoch or a step, as of several "
-        "checkpoints of one run, but each is used as a run of its own. If they are of one run, "
-        f"write them as {entry}."
+        f"the names of {listed(times)} differ only in an epoch or a step, which suggests that "
+        "they are checkpoints of one run. Each is currently treated as a separate run. If they "
+        f"belong to one run, write each as in {entry}."
     )
 
 
@@ -157,7 +158,7 @@ def mixed_trainings(checkpoints: Mapping[str, Checkpoint]) -> str | None:
 
 
 def grouped(paths: Iterable[Path], key: Callable[[Path], Any]) -> list[list[Path]]:
-    """Return lists of the paths that have the same key, in the order of the paths."""
+    """Group paths by key, in order of appearance, and return a list of paths for each key."""
     groups: dict[Any, list[Path]] = {}
     for path in paths:
         groups.setdefault(key(path), []).append(path)
@@ -180,7 +181,7 @@ def _check_ids(names: list[str]) -> None:
 
 
 def _number(text: str, name: str) -> float | None:
-    """Return a cell of a table as an integer or a float, or None if it is empty."""
+    """Return the time in a table's cell as an integer or a float, or None for an empty cell."""
     if not text:
         return None
     try:
@@ -192,8 +193,8 @@ def _number(text: str, name: str) -> float | None:
 def _checked_time(at: Any, name: str) -> float:
     if type(at) not in (int, float) or not 0 <= at < float("inf"):
         raise InputError(
-            "`at` must be the time at which a checkpoint was saved, a number of at least "
-            f"0 such as an epoch. Found {at!r} for checkpoint {name!r}.",
+            "`at` is the time at which a checkpoint was saved, such as an epoch, and must be a "
+            f"number of at least 0. Found {at!r} for checkpoint {name!r}.",
             code="config.checkpoint_time",
         )
     return at
@@ -202,7 +203,7 @@ def _checked_time(at: Any, name: str) -> float:
 def _trained(
     name: str, value: Any, training: Mapping[str, Any]
 ) -> Iterator[tuple[str, Checkpoint]]:
-    """Yield one checkpoint for each time ``at`` of a run, or a single one at the end of the run."""
+    """Yield a checkpoint for each time ``at`` of a run. Without ``at``, yield one at the end."""
     if not isinstance(value, Mapping):
         raise InputError(
             "In a config with `training`, a checkpoint must be a mapping of training arguments. "
@@ -216,7 +217,7 @@ def _trained(
         return
     if times == []:
         raise InputError(
-            f"`at` must contain at least one time. Found an empty list for run {name!r}.",
+            f"A list `at` must contain at least one time. Found an empty list for run {name!r}.",
             code="config.checkpoint_time",
         )
     for at in times if isinstance(times, list) else [times]:
@@ -224,7 +225,7 @@ def _trained(
 
 
 def _saved(name: str, value: Any, _: Any) -> Iterator[tuple[str, Checkpoint]]:
-    """Yield the checkpoint at a path, or all checkpoints that a Trainer saved in that folder."""
+    """Yield the checkpoint at a path, or all checkpoints in a folder that a Trainer wrote."""
     given = {"path": value} if isinstance(value, str) else value
     unknown = [str(key) for key in given if key not in _KEYS] if isinstance(given, Mapping) else []
     if not isinstance(given, Mapping) or unknown or not isinstance(given.get("path"), str):
@@ -243,8 +244,9 @@ def _saved(name: str, value: Any, _: Any) -> Iterator[tuple[str, Checkpoint]]:
         return
     if at is not None:
         raise InputError(
-            f"{path}: `at` must not be set for a folder of a Trainer's checkpoints, because their "
-            f"steps are their times. Found {at!r} for checkpoint {name!r}.",
+            f"{path}: `at` must not be set for a folder in which a Trainer saved several "
+            "checkpoints, because the Trainer's steps are used as times. Found "
+            f"{at!r} for checkpoint {name!r}.",
             code="config.checkpoint_time",
         )
     for number, folder in folders:
@@ -270,8 +272,8 @@ def _trainer_state(folder: Path) -> dict[str, Any]:
         _checked_time(content["global_step"], folder.name)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(
-            f"{state}: a Trainer's state must be JSON with a number `global_step`. Reading it "
-            f"failed: {type(error).__name__}: {error}.",
+            f"{state}: the Trainer's state must be JSON with a number `global_step`. Reading the "
+            f"file failed: {type(error).__name__}: {error}.",
             code="config.trainer_state",
         ) from error
     return content
@@ -280,9 +282,10 @@ def _trainer_state(folder: Path) -> dict[str, Any]:
 def shared_training(
     checkpoints: Mapping[Any, Mapping[str, Any]], training: Mapping[str, Any], count: int
 ) -> dict[str, Any]:
-    """Return the ``arguments`` of ``train`` that the first ``count`` runs share, and ``run_seeds``.
+    """Return the shared training arguments and the seeds of the first ``count`` runs.
 
-    ``checkpoints`` and ``training`` are from the config.
+    The result is a mapping with the keys ``arguments`` and ``run_seeds``. ``checkpoints`` and
+    ``training`` are values in the config.
     """
     first = [*checkpoints.items()][:count]
     runs = {str(run): ordered({**training, **given}) for run, given in first}
@@ -294,9 +297,9 @@ def shared_training(
     if len({*numbers}) < count or any(arguments != shared for arguments in runs.values()):
         shown = {run: {"seed": seeds[run], **arguments} for run, arguments in runs.items()}
         raise InputError(
-            f"With evaluation.subsets.same_seeds, the first {count} runs of `checkpoints` (as many "
-            "as `seeds` says) must have different integers as `seed`, and their other training "
-            f"arguments must be equal. Found {shown}.",
+            f"With evaluation.subsets.same_seeds, the first {count} runs in `checkpoints` must "
+            "have different integers as `seed`, and their other training arguments must be equal. "
+            f"The number of runs is evaluation.subsets.seeds. Found {shown}.",
             code="config.run_seeds",
         )
     return {"arguments": shared, "run_seeds": numbers}

@@ -1,6 +1,6 @@
-"""Check relations between the keys of a config that its JSON Schema cannot express.
+"""Check relations between config keys that the JSON Schema cannot express.
 
-Configs passed to these functions must be valid by the schema, and contain its defaults.
+These functions require a config that is valid by the schema and contains the schema's defaults.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,14 +14,17 @@ from trak_core.settings.target_filter import Condition
 
 
 def _refuse(code: str, setting: str, rules: Iterable[tuple[bool, str, Any]], remedy: str) -> None:
-    """Raise an error for the first broken rule. A rule is (is broken, requirement, found value)."""
+    """Raise an error for the first rule that is broken.
+
+    A rule consists of whether it is broken, what ``setting`` requires, and the value found.
+    """
     for is_broken, requirement, value in rules:
         if is_broken:
             raise InputError(f"With `{setting}`, {requirement}. Found {value}. {remedy}", code=code)
 
 
 def check_relations(config: Mapping[str, Any]) -> None:
-    """Raise an error for the first relation between keys that does not hold."""
+    """Raise an error for the first keys of a config that are not compatible with each other."""
     for check in (check_exact, check_preconditioner, check_label_draws, check_experiments):
         check(config)
     check_lists(config)
@@ -31,7 +34,7 @@ def check_relations(config: Mapping[str, Any]) -> None:
 
 
 def check_exact(config: Mapping[str, Any]) -> None:
-    """Raise an error if ``projection: exact`` is set together with incompatible keys."""
+    """Raise an error if the config has ``projection: exact`` and keys that exclude it."""
     if not isinstance(projection := config["projection"], str):
         return
     keep, dtype = config["scoring"]["keep"], config["features_dtype"]
@@ -43,12 +46,12 @@ def check_exact(config: Mapping[str, Any]) -> None:
         (dtype != "float32", "no features are stored", f"features_dtype {dtype}"),
         (config["answers"]["tokens"], "scores cannot be split by token", "answers.tokens"),
     ]
-    remedy = "Leave it out, or use a projection."
+    remedy = "Leave this setting out, or use a projection."
     _refuse("config.exact", f"projection: {projection}", rules, remedy)
 
 
 def check_preconditioner(config: Mapping[str, Any]) -> None:
-    """Raise an error if ``preconditioner`` is set together with incompatible keys."""
+    """Raise an error if the config has a ``preconditioner`` and keys that exclude it."""
     if config["preconditioner"] == "none":
         return
     projection = config["projection"]
@@ -57,11 +60,11 @@ def check_preconditioner(config: Mapping[str, Any]) -> None:
         (isinstance(projection, str), "gradients must be projected", f"`projection: {projection}`"),
     ]
     setting = f"preconditioner: {config['preconditioner']}"
-    _refuse("config.preconditioner", setting, rules, "Leave one of them out.")
+    _refuse("config.preconditioner", setting, rules, "Leave one of the two out.")
 
 
 def check_label_draws(config: Mapping[str, Any]) -> None:
-    """Raise an error if ``label_draws`` is set together with incompatible keys."""
+    """Raise an error if the config has ``label_draws`` and keys that exclude it."""
     if not (draws := config.get("label_draws", 0)):
         return
     output, scoring = config["model_output"], config["scoring"]
@@ -74,13 +77,14 @@ def check_label_draws(config: Mapping[str, Any]) -> None:
         (weighting == Weighting.CURVATURE, "scoring.weighting must be plain", weighting),
         (scoring["normalize"], "gradients cannot be normalized", "scoring.normalize"),
     ]
-    _refuse("config.label_draws", f"label_draws: {draws}", rules, "Leave one of them out.")
+    _refuse("config.label_draws", f"label_draws: {draws}", rules, "Leave one of the two out.")
 
 
 def lists_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the settings of a config's lists by name, with the experiment of each list.
 
-    If the config has only one experiment, it is the default. Otherwise the default is None.
+    A list without an experiment uses the config's only experiment. If there are several
+    experiments, its experiment is None.
     """
     given, experiments = config.get("lists", []), list(config["experiments"])
     only = experiments[0] if len(experiments) == 1 else None
@@ -94,10 +98,11 @@ def lists_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def removals_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the settings of ``evaluation.removals`` by the name of each result file.
 
-    ``by`` lists the methods by which the samples to remove are chosen. For an experiment, they are
-    ``top`` (by score), ``random`` and the baselines. For a list, the list is the only method, and
-    ``fractions`` of the training samples are removed (or kept, for ``select``). ``experiment`` is
-    the experiment whose targets are measured, by default that of the list.
+    In each mapping, ``by`` contains the methods that choose the training samples to remove. For an
+    experiment, these are ``top`` (the highest scores), ``random`` and the baselines. For a list,
+    the only method is the list, and ``fractions`` of the training samples are removed, or kept for
+    ``select``. ``experiment`` is the experiment whose targets are measured. Its default is the
+    list's experiment.
     """
     given, lists = config.get("evaluation", {}).get("removals", {}), lists_of(config)
     removals = {}
@@ -114,33 +119,34 @@ def removals_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def check_removals(config: Mapping[str, Any]) -> None:
-    """Raise an error for removals of a list that is not in the config, or of a pool."""
+    """Raise an error for removals of an unknown list, of a pool, or of more than the whole list."""
     lists = lists_of(config)
     for about in removals_of(config).values():
         if (name := about.get("list")) is None:
             continue
         if name not in lists:
             raise InputError(
-                f"evaluation.removals must name lists of `lists` ({', '.join(lists) or 'none'}). "
-                f"Found {name}.",
+                "evaluation.removals must name lists that the config has under `lists` "
+                f"({', '.join(lists) or 'none'}). Found {name}.",
                 code="config.removals_of_no_list",
             )
         if "pool" in lists[name]:
             raise InputError(
-                "evaluation.removals needs lists of training samples. Found `select` with a pool.",
+                "Lists in evaluation.removals must consist of training samples. Found `select` "
+                "with a pool. Remove the pool, or leave select out of evaluation.removals.",
                 code="config.removals_of_pool",
             )
         most = lists[name].get("fraction", 1)
         if max(about["fractions"]) > most:
             raise InputError(
-                f"evaluation.removals.{name}: fractions must be at most lists.{name}.fraction, "
-                f"{most}. Found {max(about['fractions'])}.",
+                f"evaluation.removals.{name}: fractions must be at most lists.{name}.fraction "
+                f"({most}). Found {max(about['fractions'])}.",
                 code="config.removals_fractions",
             )
 
 
 def check_lists(config: Mapping[str, Any]) -> None:
-    """Raise an error for lists without a suitable experiment, model output or projection."""
+    """Raise an error for lists whose experiment, model output or projection is not suitable."""
     lists, experiments = lists_of(config), list(config["experiments"])
     for name, about in lists.items():
         if about["experiment"] not in experiments:
@@ -152,14 +158,16 @@ def check_lists(config: Mapping[str, Any]) -> None:
     blamed = lists.get("suspects", {}).get("experiment")
     if blamed and "minus" in config["experiments"][blamed]:
         raise InputError(
-            f"lists: suspects needs an experiment with targets. Found {blamed}, a difference.",
+            "lists: suspects needs an experiment with targets, or a mean of one. Found "
+            f"{blamed}, which is a difference of two means.",
             code="config.suspects_of_difference",
         )
     better = about_output(output := config["model_output"]).better
     if not better and lists.keys() - {"duplicates"}:
         raise InputError(
             "lists need a model output for which a larger value means a smaller loss. Found "
-            f"{output_name(output)}. If this is true, add `larger_is_better: true` to its keys.",
+            f"{output_name(output)}. If a larger value of your own model output does mean a "
+            "smaller loss, add `larger_is_better: true` to its keys.",
             code="config.list_output",
         )
     pool = "pool" in lists.get("select", {})
@@ -167,7 +175,8 @@ def check_lists(config: Mapping[str, Any]) -> None:
     for name in lists if better == "closer" else of_features:
         if "mean" in config["experiments"][compared := lists[name.split()[0]]["experiment"]]:
             raise InputError(
-                f"lists: {name} needs an experiment that has targets. Found {compared}, a mean.",
+                f"lists: {name} needs an experiment that has targets. Found {compared}, which is "
+                "a mean over another experiment's targets.",
                 code="config.list_of_mean",
             )
     for name in of_features if isinstance(config["projection"], str) else []:
@@ -177,13 +186,13 @@ def check_lists(config: Mapping[str, Any]) -> None:
         )
     if pool and POOL in experiments:
         raise InputError(
-            f"With lists.select.pool, no experiment may be called {POOL}. Found {POOL}.",
+            f"With lists.select.pool, no experiment may be called {POOL}. Found {POOL}. Rename it.",
             code="config.pool_name",
         )
 
 
 def check_experiments(config: Mapping[str, Any]) -> None:
-    """Raise an error for invalid conditions, means of means, and keys that exclude each other."""
+    """Raise an error for experiments with an invalid condition or mean, or with excluded keys."""
     experiments = config["experiments"]
     own = [name for name, about in experiments.items() if "mean" not in about]
     for name, about in experiments.items():
@@ -193,7 +202,7 @@ def check_experiments(config: Mapping[str, Any]) -> None:
             Condition.parse(about["where"])
             if others:
                 raise InputError(
-                    f"experiments.{name}: `where` must be the only key. Found {others[0]}.",
+                    f"experiments.{name}: `where` must be the only key. Found {others[0]} as well.",
                     code="config.where_alone",
                 )
             others = ["where"]
@@ -206,25 +215,29 @@ def check_experiments(config: Mapping[str, Any]) -> None:
         wrong = [experiment for experiment in named if experiment not in own]
         if wrong or ("minus" in about and len(set(named)) < 2):
             raise InputError(
-                f"experiments.{name}: `mean` and `minus` must name different experiments that have "
-                f"targets ({', '.join(own) or 'none'}). Found {' and '.join(named)}.",
+                f"experiments.{name}: `mean` and `minus` must be the names of different "
+                f"experiments that have targets ({', '.join(own) or 'none'}). Found "
+                f"{' and '.join(named)}.",
                 code="config.mean_of",
             )
 
 
 def check_evaluation(config: Mapping[str, Any]) -> None:
-    """Raise an error if the evaluation does not fit the config's other keys."""
+    """Raise an error if ``evaluation`` is not compatible with the config's other keys."""
     evaluation, experiments = config["evaluation"], config["experiments"]
     lds, removals = {"subsets", "ground_truth"} & set(evaluation), evaluation.get("removals", {})
     if len(lds) == 2:
         raise InputError(
-            "evaluation must have either `subsets` or `ground_truth`. Found both. Leave one out.",
+            "evaluation must have only one of `subsets` and `ground_truth`. Found both. Leave one "
+            "out.",
             code="config.two_truths",
         )
     for key in ("experiments", "sweep"):
-        if evaluation.get(key, []) != [] and not lds:  # An empty sweep has default values.
+        # An empty sweep is the mapping {}, which uses default values.
+        if evaluation.get(key, []) != [] and not lds:
             raise InputError(
-                f"evaluation.{key} needs retrained models. Add `subsets: {{}}` or `ground_truth`.",
+                f"evaluation.{key} needs retrained models. Found neither `subsets` nor "
+                "`ground_truth`. Add `subsets: {}` or `ground_truth` to evaluation.",
                 code="config.no_truth",
             )
     named = [*evaluation.get("experiments", ())]
@@ -237,33 +250,36 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
     for code, names in reasons.items():
         if names:
             raise InputError(
-                "evaluation can use only experiments whose targets are samples of target_data(). "
-                f"Found {names[0]!r}. The config's experiments are {', '.join(experiments)}.",
+                "evaluation can use only experiments of the config whose targets are samples of "
+                f"target_data(). Found {names[0]!r}. The config's experiments are "
+                f"{', '.join(experiments)}.",
                 code=code,
             )
     about = experiments.get(removals.get("experiment"), {})
     if about.get("targets") == "all" or "where" in about:
         raise InputError(
-            "evaluation.removals needs an experiment whose `targets` are ids. Found "
+            "evaluation.removals needs an experiment whose `targets` are a list of ids. Found "
             f"{removals['experiment']} with `{'where' if 'where' in about else 'targets: all'}`.",
             code="config.removals_of_all",
         )
     if lds and all({"data", "mean"} & set(experiment) for experiment in experiments.values()):
         raise InputError(
-            "evaluation needs an experiment with `targets` and without `data`. Found none.",
+            "evaluation needs an experiment whose targets are samples of target_data(), with "
+            "`targets` or `where` and without `data`. Found none.",
             code="config.no_own_targets",
         )
     trained = [key for key in ("subsets", "removals") if key in evaluation]
     if trained and "training" not in config:
         raise InputError(
-            f"evaluation.{trained[0]} trains models, so the config must have `training`. Found "
-            "none. For models that were retrained elsewhere, set evaluation.ground_truth.",
+            f"evaluation.{trained[0]} trains models, so the config must have the key `training`. "
+            "Found none. For models that were retrained elsewhere, set evaluation.ground_truth.",
             code="config.no_training",
         )
     keep, output = config["scoring"]["keep"], config["model_output"]
     if (lds or "experiment" in removals) and keep != "full":
         raise InputError(
-            f"evaluation needs all scores, so scoring.keep must be full. Found {keep}.",
+            "evaluation needs the full matrix of scores, so scoring.keep must be full. Found "
+            f"{keep}.",
             code="config.incomplete_scores",
         )
     has_classes = about_output(output).labels_are_classes
@@ -279,21 +295,22 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
     keys += ["baselines: gradient_dot"] * ("gradient_dot" in evaluation["baselines"])
     if keys:
         raise InputError(
-            f"evaluation.{keys[0]} needs a projection. Found `projection: {projection}`.",
+            f"evaluation.{keys[0]} needs projected features. Found `projection: {projection}`, "
+            "which stores no features.",
             code="config.evaluation_of_features",
         )
 
 
 def check_columns(proj_dim: int, kind: str, evaluation: Mapping[str, Any]) -> None:
-    """Raise an error if a ``proj_dim`` of the sweep cannot be computed from stored features."""
+    """Raise an error if a ``proj_dim`` of the sweep cannot be taken from the stored features."""
     dims = evaluation.get("sweep", {}).get("proj_dim", ())
     nested = [projection for projection in ProjectionKind if projection.about.nested]
     wrong = [dim for dim in dims if dim > proj_dim or (dim < proj_dim and kind not in nested)]
     if wrong:
         raise InputError(
-            "evaluation.sweep.proj_dim selects the first columns of the projection. It must be "
-            f"{proj_dim}, or for the kinds {' and '.join(nested)} at most {proj_dim}. Found "
-            f"{wrong[0]} with {kind}.",
+            "evaluation.sweep.proj_dim selects the first columns of the projection, which has "
+            f"{proj_dim}. It must be at most {proj_dim} for the kinds {' and '.join(nested)}, and "
+            f"{proj_dim} for other kinds. Found {wrong[0]} with {kind}.",
             code="config.sweep_columns",
         )
 
@@ -304,8 +321,8 @@ def check_sizes(evaluation: Mapping[str, Any], n_train: int) -> None:
     size = subset_size(n_train, fraction)
     if "subsets" in evaluation and not 0 < size < n_train:
         raise InputError(
-            "evaluation.subsets.fraction must keep and leave out at least one training sample. "
-            f"Found {fraction}, which keeps {size} of {n_train}.",
+            "evaluation.subsets.fraction must keep at least one training sample and leave out at "
+            f"least one. Found {fraction}, which keeps {size} of {n_train}.",
             code="config.subset_size",
         )
     removals = evaluation.get("removals", {})
@@ -318,15 +335,15 @@ def check_sizes(evaluation: Mapping[str, Any], n_train: int) -> None:
         )
 
 
-# Snakemake quotes paths on the command lines of jobs, and executors for clusters quote these lines
-# again. Shells interpret these characters even inside quotes.
+# Snakemake quotes the paths on the command lines of jobs, and executors for clusters quote these
+# lines once more. Shells interpret these characters even inside such quotes.
 _SIGNS = "'\"`$\\\n\r"
 
 
 def check_paths(config: Mapping[str, Any], others: Iterable[str]) -> None:
-    """Raise an error for characters that a shell interprets in the paths of a config.
+    """Raise an error if a path in a config contains a character that a shell interprets.
 
-    ``others`` contains the paths of the config files, and those in the config's tables.
+    ``others`` contains more paths to check: the config files, and the paths in the config's tables.
     """
     roles = [("a file", path) for path in others] + [("the working folder", str(Path.cwd()))]
     for role, path in [*_paths(config), *roles]:
@@ -340,13 +357,13 @@ def check_paths(config: Mapping[str, Any], others: Iterable[str]) -> None:
 
 
 def check_given(entries: Iterable[str]) -> None:
-    """Raise an error for ``--config`` values that a shell on a cluster would interpret."""
+    """Raise an error for ``--config`` values with characters that a cluster's shell interprets."""
     for entry in entries:
         if sign := next((s for s in entry if s in "'\\\n\r"), None):
             raise InputError(
                 "--config: executors for clusters pass values through a shell, so values must not "
                 f"contain an apostrophe, a backslash or a line break. Found {sign!r} in {entry!r}. "
-                "Write the values into a file for --configfile.",
+                "Write the values into a config file, and name the file after --configfile.",
                 code="config.shell_value",
             )
 

@@ -1,6 +1,7 @@
 """Compute the memory that the arrays of each kind of job need.
 
-Jobs choose the rows of a block by it, and each start checks ``compute.memory_mb``.
+Jobs process arrays in blocks of rows, and use this module to choose the number of rows in a block.
+Before the first job of a run, ``compute.memory_mb`` is compared with what each job needs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,21 +12,22 @@ from typing import Any
 from trak_core.errors import InputError
 from trak_core.settings import Combine, Setting
 
-# If a model's weights take at least this many bytes, jobs request more memory.
+# Jobs request additional memory for a model whose weights have at least this many bytes.
 LARGE_BYTES = 2**28
-# With fewer rows in a block, reading it from disk takes longer than computing with it.
+# The smallest number of rows in a block. Reading a smaller block from disk takes longer than
+# computing with it.
 _LEAST_ROWS = 64
-# The number of rows in a chunk of a scores file. If blocks consist of whole chunks, each chunk is
-# read or written only once.
+# The number of rows in one HDF5 chunk of a scores file. Blocks consist of whole chunks, because a
+# chunk that is split between blocks would be read or written twice.
 CHUNK_ROWS = 1024
 _FEWER = "use a projection or fewer label_draws, or split the experiment"
-# The number of bootstrap draws for the intervals of groups' scores.
+# The number of bootstrap samples for the confidence intervals of groups' scores.
 _GROUP_DRAWS = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """The bytes of memory that one job needs: a fixed number, and a number for each block row."""
+    """The bytes of memory that a job needs: a fixed number, and a number for each block row."""
 
     job: str
     fixed_bytes: int
@@ -37,13 +39,13 @@ class Need:
         least_mb = -(-(self.fixed_bytes + 2 * _LEAST_ROWS * self.row_bytes) // 2**20)
         if least_mb > memory_mb:
             raise InputError(
-                f"compute.memory_mb must hold {self.job}, which needs {least_mb} MiB. Found "
-                f"{memory_mb}. Raise it, {self.remedy}.",
+                f"compute.memory_mb must be at least {least_mb} MiB for {self.job}. Found "
+                f"{memory_mb}. Raise compute.memory_mb, {self.remedy}.",
                 code="config.memory",
             )
 
     def rows(self, memory_mb: int) -> int:
-        """Return the rows in a block, which may use half of the memory besides the fixed part."""
+        """Return the number of rows in a block, so that the fixed part and two blocks fit."""
         self.check(memory_mb)
         return _whole_chunks((memory_mb * 2**20 - self.fixed_bytes) // 2 // self.row_bytes)
 
@@ -56,39 +58,41 @@ def _whole_chunks(rows: int) -> int:
 def weights_mb(
     model_bytes: int, checkpoint: str | None, *, reads_optimizer: bool, is_renamed: bool = False
 ) -> int:
-    """Return the MiB that a job requests for the weights of a large model, or 0 for a small one.
+    """Return the MiB that a job requests for a model's weights, or 0 for a small model.
 
-    Only weights in safetensors are read without a second copy. Adam's state adds two tensors for
-    each parameter. ``checkpoint`` is the path, or None if the pipeline trains the checkpoint.
+    Reading weights needs a second copy in memory, unless they are in safetensors. Adam's state adds
+    two tensors for each parameter. ``checkpoint`` is the path, or None if the pipeline trains the
+    checkpoint. ``is_renamed`` is whether transformers renames weights when it reads them.
     """
     if model_bytes < LARGE_BYTES:
         return 0
     path = Path(checkpoint or "")
     files = path.iterdir() if checkpoint and path.is_dir() else [path]
     copies = 1 if any(file.suffix == ".safetensors" for file in files) else 2
-    # While transformers renames weights, it needs more copies. For mixtures of experts, the
-    # measured memory was 3.3 times the size of the weights.
+    # Renaming weights needs more copies. For mixtures of experts, the measured memory was 3.3 times
+    # the size of the weights.
     copies = 4 if is_renamed else copies
     return -(-(copies + 2 * reads_optimizer) * model_bytes // 2**20)
 
 
 def normal_matrix_need(proj_dim: int, *, divides: bool) -> Need:
-    """Return the memory for a normal matrix: the sum, the term of one block, and LAPACK's copy.
+    """Return the memory for a normal matrix: its sum, one block's term, and LAPACK's copy.
 
-    ``divides`` adds two more sums and the eigenvectors, which ``unit_average`` needs.
+    ``divides`` is whether scores are divided by their norm, as with ``unit_average``. This needs
+    two more sums and the eigenvectors.
     """
-    job = f"the normal matrix of proj_dim {proj_dim}"
+    job = f"a normal matrix with proj_dim {proj_dim}"
     return Need(job, (56 if divides else 24) * proj_dim**2, 16 * proj_dim)
 
 
 def scores_need(proj_dim: int, n_targets: int) -> Need:
     """Return the memory for one checkpoint's normal matrix, its Cholesky factor and its scores."""
-    job = f"the solve for proj_dim {proj_dim} and {n_targets} targets"
+    job = f"the scores of one checkpoint with proj_dim {proj_dim} and {n_targets} targets"
     return Need(job, 24 * proj_dim * (proj_dim + n_targets), 12 * (proj_dim + n_targets))
 
 
 def gramian_need(n_train: int, n_columns: int) -> Need:
-    """Return the memory for a Gramian in float64, without samples and activations."""
+    """Return the memory for a float64 Gramian. It does not include samples and activations."""
     job = f"a Gramian of {n_train} x {n_columns} inner products"
     return Need(job, 8 * n_train * n_columns, remedy=_FEWER)
 
@@ -96,10 +100,10 @@ def gramian_need(n_train: int, n_columns: int) -> Need:
 def exact_need(n_rows: int, n_targets: int) -> Need:
     """Return the memory for exact scores: Gramian, damped Gramian, LAPACK's copy, and targets.
 
-    ``n_rows`` is the number of gradients, including those of label draws.
+    ``n_rows`` is the number of training gradients, including those for drawn labels.
     """
-    numbers = f"three times {n_rows} x {n_rows} numbers"
-    job = f"exact scores from {n_rows} gradients, {numbers}, and {n_targets} targets"
+    numbers = f"three matrices of {n_rows} x {n_rows} numbers"
+    job = f"exact scores from {n_rows} gradients ({numbers}) and {n_targets} targets"
     return Need(job, 24 * n_rows**2 + 48 * n_rows * n_targets, remedy=_FEWER)
 
 
@@ -108,9 +112,10 @@ def average_need(
 ) -> Need:
     """Return the memory for averaging an experiment's scores.
 
-    The job keeps in memory the ids, labels and mean outputs of all samples, ``top`` influences of
-    either sign, and a block of rows. With ``keep: top_k``, it also keeps one checkpoint's solved
-    targets, with ``solved_dim`` columns. Otherwise ``solved_dim`` is None.
+    The job keeps in memory the ids, labels and mean outputs of all samples, the ``top`` positive
+    and ``top`` negative influences for each target, and a block of rows. With ``keep: top_k``, it
+    also keeps one checkpoint's solved targets (target features times the inverse normal matrix),
+    which have ``solved_dim`` columns. Otherwise ``solved_dim`` is None.
     """
     kept = min(top, n_train) * n_targets
     fixed = 80 * n_train + 256 * n_targets + 400 * kept + 8 * (solved_dim or 0) * n_targets
@@ -120,9 +125,10 @@ def average_need(
 
 
 def shard_rows(n_train: int, shard: int, n_shards: int) -> tuple[int, int]:
-    """Return the start and the stop index of the training samples in one shard of an average.
+    """Return the start and stop index of the training samples whose scores one job averages.
 
-    Shards consist of whole chunks, and do not depend on ``memory_mb``.
+    ``shard`` counts from 1. Shards consist of whole chunks of ``CHUNK_ROWS`` rows, and do not
+    depend on ``memory_mb``.
     """
     n_chunks = -(-n_train // CHUNK_ROWS)
     start, stop = (CHUNK_ROWS * (n_chunks * i // n_shards) for i in (shard - 1, shard))
@@ -130,9 +136,10 @@ def shard_rows(n_train: int, shard: int, n_shards: int) -> tuple[int, int]:
 
 
 def holds_solved(need: Need, block: int, memory_mb: int, n_checkpoints: int, size: int) -> bool:
-    """Return whether the solved targets of all checkpoints fit in the memory that blocks leave.
+    """Return whether the solved targets of all checkpoints fit into memory besides two blocks.
 
-    One checkpoint's solved targets have ``size`` numbers. ``block`` is the number of rows.
+    ``size`` is the number of values in one checkpoint's solved targets (target features times the
+    inverse normal matrix). ``block`` is the number of rows in a block.
     """
     spare = memory_mb * 2**20 - need.fixed_bytes - 2 * block * need.row_bytes
     return 8 * size * (n_checkpoints - 1) <= spare
@@ -140,19 +147,19 @@ def holds_solved(need: Need, block: int, memory_mb: int, n_checkpoints: int, siz
 
 @dataclass(frozen=True, slots=True)
 class GroupsNeed:
-    """The memory for scores of groups: sums of each bootstrap draw, and rows of all checkpoints."""
+    """The memory for summing scores by group, for bootstrap sums and for blocks of scores."""
 
     n_groups: int
     n_targets: int
     n_checkpoints: int
 
     def targets(self, memory_mb: int) -> int:
-        """Return the number of targets in a block, whose sums may use a third of the memory."""
+        """Return the number of targets in a block. Their sums use at most a third of the memory."""
         of_target = 2 * 8 * _GROUP_DRAWS * self.n_groups
         return min(self.n_targets, max(1, memory_mb * 2**20 // 3 // of_target))
 
     def rows(self, memory_mb: int) -> int:
-        """Return the number of rows in a block, whose scores may use a third of the memory."""
+        """Return the number of rows in a block. Their scores use at most a third of the memory."""
         of_row = 8 * (self.n_targets * (3 * self.n_checkpoints + 2) + 2 * _GROUP_DRAWS)
         return _whole_chunks(memory_mb * 2**20 // 3 // of_row)
 
@@ -166,14 +173,15 @@ def evaluation_need(
     n_checkpoints: int,
     settings: Sequence[Setting],
 ) -> Need:
-    """Return the memory for an evaluation, with ``proj_dim`` 0 if no features are read."""
-    # The baseline gradient_dot and the scores of each run's last checkpoint need two more
-    # weightings. Baselines, the bootstrap, and scores of fewer checkpoints need about forty sums.
+    """Return the memory for an evaluation. ``proj_dim`` is 0 if no features are read."""
+    # In addition to the sweep's settings, the baseline gradient_dot and the scores of each run's
+    # last checkpoint need a weighting each. Baselines, the bootstrap and scores from fewer
+    # checkpoints need about 40 more arrays of subset sums.
     weightings = len({setting.loss_weighting for setting in settings}) + 2
     sums = 8 * n_subsets * n_targets * (len(settings) + 40)
     weights = 8 * n_train * (weightings + n_checkpoints)
-    # For each power, `solve` counts the products that form the normal matrix, and its norm. It also
-    # counts the eigenvectors with LAPACK's workspace, two copies of the subset sums, and targets.
+    # `solve` counts the matrices that form the normal matrix for each loss_weight_power, the
+    # eigenvectors with LAPACK's workspace, two copies of the subset sums, and the targets.
     n_powers = len({setting.loss_weight_power for setting in settings}) or 1
     solve = (24 * n_powers + 48) * proj_dim**2 + 24 * weightings * n_subsets * proj_dim
     solve += 20 * n_targets * proj_dim
@@ -186,7 +194,7 @@ def evaluation_need(
 def check_memory(
     config: Mapping[str, Any], n_train: int, n_targets: Mapping[str, int], n_checkpoints: int
 ) -> None:
-    """Raise an error if a job of a config with all defaults needs more than ``memory_mb``."""
+    """Raise an error if ``compute.memory_mb`` is too small for a job that computes scores."""
     memory_mb, scoring = config["compute"]["memory_mb"], config["scoring"]
     is_projected = not isinstance(config["projection"], str)
     proj_dim = config["projection"]["proj_dim"] if is_projected else None
@@ -197,7 +205,7 @@ def check_memory(
         sizes = {"n_train": n_train, "n_targets": m, "n_checkpoints": n_checkpoints}
         solved_dim = proj_dim if scoring["keep"] == "top_k" else None
         average = average_need(**sizes, top=scoring["top"], solved_dim=solved_dim)
-        n_rows = n_train * (1 + config["label_draws"])  # Each draw adds rows to the Gramian.
+        n_rows = n_train * (1 + config["label_draws"])  # Each drawn label adds a gradient.
         solve = exact_need(n_rows, m) if proj_dim is None else scores_need(proj_dim, m)
         for need in (solve, average):
             try:

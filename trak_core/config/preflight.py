@@ -1,7 +1,7 @@
 """Check files, the study, its checkpoints and the memory limit before the first job starts.
 
-A separate process reads the study and its checkpoints. What it returns is stored in the results
-folder with digests of all files that it read, so that the next run does not check unchanged files.
+A separate process reads the study and its checkpoints. Its result is stored in the results folder,
+with digests of all files that it read, so that the next run does not read unchanged files again.
 """
 
 import json
@@ -30,9 +30,9 @@ from trak_core.settings.target_filter import MOST_TARGETS
 _RECORD, _DIGESTS = "study.json", "checkpoints.json"
 _STAGE = "trak_core.stages.preflight_study"
 _SCRIPT = Path(__file__).parents[1] / "stages/preflight_study.py"
-# The tolerated difference between the clocks of this machine and of a file server.
+# The largest difference that is tolerated between the clocks of this machine and a file server.
 _SKEW_SECONDS = 2
-# The files that `bring_along` returned for any module of a workflow.
+# All files that `bring_along` has returned. A workflow with several modules calls it several times.
 brought_along = list[str]()
 _MAX_SOURCE_BYTES = 10_000_000  # Snakemake does not send larger files, and only prints a warning.
 
@@ -42,10 +42,12 @@ def run_preflight(
 ) -> dict[str, str]:
     """Return hashes of the user's checkpoints and of ``ground_truth``, after checking the config.
 
+    The checks concern files, the study, the checkpoints and the memory limit.
+
     Args:
-        specs: The config's specs.
+        specs: The config, and the settings of jobs that are derived from it.
         results: The results folder, in which the study's sizes and file digests are stored.
-        config_files: Additional paths to check for characters that a shell interprets.
+        config_files: More paths to check for characters that a shell interprets.
         is_stored: Whether Snakemake reads files from remote storage, not from this disk.
     """
     given = (checkpoint.path for checkpoint in specs.checkpoints.values())
@@ -58,9 +60,10 @@ def run_preflight(
 
 
 def largest_weights_mb(specs: Specs, results: Path, checkpoint: str | None) -> int:
-    """Return the MiB that a job needs for the weights of ``checkpoint``. None is the largest one.
+    """Return the MiB that a job needs for the weights of ``checkpoint``.
 
-    The sizes are from the preflight's record in ``results``. Without a record, the result is 0.
+    If ``checkpoint`` is None, return the largest value of all checkpoints. The sizes are read from
+    the record that the preflight wrote to ``results``. Without a record, return 0.
     """
     facts = read_record(results / _RECORD)
     names = list(specs.checkpoints) if checkpoint is None else [checkpoint]
@@ -79,13 +82,14 @@ def _own_files(specs: Specs, is_stored: bool) -> tuple[dict[str, list[str | None
     """Return the user's files on this disk, or raise an error if one of them does not exist.
 
     Returns:
-        For each checkpoint, the keys of its state dicts; and ``evaluation.ground_truth`` in a list.
+        A mapping from the path of each checkpoint file to the config's ``state_dict`` keys for this
+        file, and a list with the path of ``evaluation.ground_truth`` if it is on this disk.
     """
     if is_stored:
         if folders := [c.path for c in specs.checkpoints.values() if c.is_listed]:
             raise InputError(
-                "Checkpoints in remote storage must be listed one by one. Found a folder that "
-                f"contains several, such as {folders[0]}.",
+                "In remote storage, each checkpoint must have its own entry in `checkpoints`. "
+                f"Found the folder of several checkpoints, such as {folders[0]}.",
                 code="config.stored",
             )
         return {}, []
@@ -103,9 +107,10 @@ def _own_files(specs: Specs, is_stored: bool) -> tuple[dict[str, list[str | None
     bare = [path for path in checkpoints if _lacks_optimizer(Path(path))]
     if bare and specs.all_features.preconditioner is not None:
         raise InputError(
-            f"With `preconditioner: adam`, checkpoints must be folders with {OPTIMIZER_FILE}, "
-            "which a Trainer saves without save_only_model, or files of model and optimizer. Found "
-            f"no optimizer in {', '.join(bare)}.",
+            "With `preconditioner: adam`, each checkpoint must contain the optimizer's state. It "
+            f"is either a folder with {OPTIMIZER_FILE}, which a Trainer saves unless "
+            "save_only_model is set, or one file with the model and the optimizer. Found no "
+            f"optimizer in {', '.join(bare)}.",
             code="config.preconditioner",
         )
     if not all(Path(path).is_file() for path in truth):
@@ -118,11 +123,11 @@ def _own_files(specs: Specs, is_stored: bool) -> tuple[dict[str, list[str | None
 
 
 def stored_signature(path: str, store: Any, results: Path) -> str:
-    """Return a text that changes if a user's file in remote storage changes.
+    """Return a text that changes whenever a user's file in remote storage changes.
 
-    The text is the size and time of ``store``, Snakemake's storage object of the file. If the
-    storage is a folder on this machine, the text is a hash of the content. ``path`` is the file's
-    path in the config, and ``results`` contains the record of hashes.
+    The text contains the size and time of ``store``, which is Snakemake's object for the file. If
+    the storage is a folder on this machine, the text is a hash of the content, which is recorded in
+    the folder ``results``. ``path`` is the file's path in the config.
     """
     local_path = Path(store.query)
     if local_path.exists():
@@ -141,9 +146,9 @@ def refuse_future(files: Iterable[str]) -> None:
     late = [file for file, seconds in ahead.items() if seconds > _SKEW_SECONDS]
     if late:
         raise InputError(
-            f"{listed(late)}: a file's time must not be in the future, because Snakemake would "
-            f"delete the results. Found a time that is {max(ahead.values()):.0f} s ahead. Set the "
-            "clocks right, then `touch` these files.",
+            f"{listed(late)}: a file's time must not be in the future. Otherwise, Snakemake would "
+            "delete the results as outdated. Found a modification time that is "
+            f"{max(ahead.values()):.0f} s ahead. Correct the clocks, then `touch` these files.",
             code="config.future",
         )
 
@@ -156,14 +161,15 @@ def _lacks_optimizer(checkpoint: Path) -> bool:
 
 
 def bring_along(files: Sequence[Path]) -> list[str]:
-    """Return the files that Snakemake must send to jobs without a shared disk."""
+    """Return the paths of the files that Snakemake must send to jobs without a shared disk."""
     outside = [file for file in files if not file.resolve().is_relative_to(Path.cwd())]
     large = [file for file in files if file.stat().st_size > _MAX_SOURCE_BYTES]
-    for wrong, rule in ((outside, "lie in the working folder"), (large, "have at most 10 MB")):
+    for wrong, rule in ((outside, "be in the working folder"), (large, "have at most 10 MB")):
         if wrong:
             raise InputError(
                 "Without a shared disk, Snakemake sends the study, its modules, tables and "
-                f"`data_files` to jobs. Each must {rule}. Found {', '.join(map(str, wrong))}.",
+                f"`data_files` to jobs. Each file must {rule}. This is not true for "
+                f"{', '.join(map(str, wrong))}.",
                 code="config.sources",
             )
     paths = list(map(str, files))
@@ -196,7 +202,7 @@ def _facts(
     checkpoints: Mapping[str, list[str | None]],
     digests: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return the study's sizes. Only splits and checkpoints that changed are read again."""
+    """Return the study's sizes. Splits and checkpoints that are in the ``record`` are not read."""
     request, known = _request(specs), read_record(record)
     common = [specs.made_of, stage_digest(_STAGE), request]
     inputs = {s: [specs.experiments.get(s), specs.targets_digest(s)] for s in specs.shards}
@@ -227,7 +233,7 @@ def _facts(
 
 
 def _is_large(checkpoint: Path) -> bool:
-    """Return whether a checkpoint's model may be large. For an adapter, the base model may be."""
+    """Return whether a checkpoint's model may be large, which is assumed for all adapters."""
     if not checkpoint.is_dir():
         return checkpoint.stat().st_size >= LARGE_BYTES
     files = [path for path in checkpoint.iterdir() if path.is_file()]
@@ -236,12 +242,12 @@ def _is_large(checkpoint: Path) -> bool:
 
 
 def _preflight_in_a_process(request: Mapping[str, Any], builder: str) -> dict[str, Any]:
-    """Return the result of ``preflight_study``. Errors name ``builder``, not ``make_model()``."""
-    # Files are used instead of pipes, which processes that the study started would keep open.
+    """Return the result of ``preflight_study``. In errors, ``builder`` replaces make_model()."""
+    # The processes exchange files. A pipe would stay open if the study started other processes.
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, name) for name in ("request", "answer", "log")]
         files[0].write_text(json.dumps(request), encoding="utf-8")
-        # Modules in the working folder, or next to the script, must not shadow installed ones.
+        # Modules in the working folder, or next to the script, must not shadow installed modules.
         environment = {**os.environ, "PYTHONSAFEPATH": "1"}
         fork = Fork(_SCRIPT, list(map(str, files)), environment)
         try:
@@ -259,11 +265,12 @@ def _preflight_in_a_process(request: Mapping[str, Any], builder: str) -> dict[st
     if status or not answer:
         raise InputError(
             log.strip()
-            or f"{request['study_file']}: the study must load. Its process ended with exit status "
-            f"{status} and without a message. Either it ran out of memory or it crashed.",
+            or f"{request['study_file']}: the study must load without an error. The process that "
+            f"loads it ended with exit status {status} and without a message. It ran out of memory "
+            "or crashed.",
             code="config.preflight",
         )
-    print(log, end="", file=sys.stderr)  # The log can contain notices, such as from transformers.
+    print(log, end="", file=sys.stderr)  # The log can contain notices of transformers or others.
     reply = json.loads(answer)
     if refused := reply.get("refused"):
         raise InputError(refused.replace("make_model()", builder), code="config.preflight")
@@ -271,7 +278,7 @@ def _preflight_in_a_process(request: Mapping[str, Any], builder: str) -> dict[st
 
 
 def _check_sizes(specs: Specs, facts: Mapping[str, Any]) -> None:
-    """Raise an error for settings that need more samples or memory than are available."""
+    """Raise an error if a config needs more samples than the study has, or too much memory."""
     config, memory_mb = specs.config, specs.config["compute"]["memory_mb"]
     proj_dim = None
     if specs.is_projected:
@@ -283,8 +290,8 @@ def _check_sizes(specs: Specs, facts: Mapping[str, Any]) -> None:
         if n_shards > n_samples[split]:
             subject = "the training data" if split == TRAIN else f"experiment {split}"
             raise InputError(
-                f"There must be at most as many shards as samples. Found {n_shards} shards and "
-                f"{n_samples[split]} samples of {subject}.",
+                f"The number of shards must be at most the number of samples. Found {n_shards} "
+                f"shards for {n_samples[split]} samples of {subject}.",
                 code="compute.shards",
             )
     n_train = n_samples[TRAIN]
@@ -294,7 +301,7 @@ def _check_sizes(specs: Specs, facts: Mapping[str, Any]) -> None:
     if not specs.evaluation:
         return
     check_sizes(specs.evaluation, n_train)
-    # If models were retrained elsewhere, the number of subsets is not known here.
+    # The number of subsets is not known here if the models were retrained elsewhere.
     for experiment in specs.measured if "subsets" in specs.evaluation else []:
         evaluation_need(
             proj_dim=(proj_dim or 0) if specs.measures_features else 0,

@@ -27,16 +27,17 @@ ALL_TARGETS = "all"
 def read_table(
     path: Path, columns: tuple[str, ...], optional: tuple[str, ...] = ()
 ) -> list[tuple[str, ...]]:
-    """Return the stripped cells of some columns of a tab-separated table with a header.
+    """Return the rows of a tab-separated table that has a header.
 
-    ``columns`` must have a value in each row. ``optional`` columns may be missing or empty.
+    A row contains the cells of ``columns`` and then of ``optional``, without surrounding spaces.
+    Each row must have a value in all ``columns``. The ``optional`` columns may be missing or empty.
     """
     if not path.is_file():
         raise InputError(
             f"{path}: the table must exist. Found no such file.", code="config.missing_table"
         )
     try:
-        # utf-8-sig skips the byte order mark that spreadsheets write.
+        # Spreadsheets write a byte order mark, which utf-8-sig skips.
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, delimiter="\t", strict=True)
             header = [*(reader.fieldnames or ())]
@@ -49,7 +50,7 @@ def read_table(
     if any(header.count(c) != 1 for c in columns) or any(header.count(c) > 1 for c in optional):
         missing = ", ".join(c for c in columns if c not in header) or "none"
         raise InputError(
-            f"{path}: the table must be tab-separated and have each of the columns "
+            f"{path}: the table must be tab-separated, and must have each of the columns "
             f"{', '.join(columns)} once. Missing: {missing}. Found "
             f"{', '.join(header) or 'nothing'}.",
             code="config.table",
@@ -59,15 +60,15 @@ def read_table(
         cells = tuple((row[c] or "").strip() for c in columns)
         if not all(cells):
             raise InputError(
-                f"{path}: every row must have values in the columns {', '.join(columns)}. Found "
-                f"{', '.join(map(repr, cells))} in line {number}.",
+                f"{path}: every row must have a value in each of the columns {', '.join(columns)}. "
+                f"Found {', '.join(map(repr, cells))} in line {number}.",
                 code="config.table",
             )
         surplus = row.get(None) or []
         if any(surplus):
             raise InputError(
-                f"{path}: no row of the table may have more cells than the header, {len(header)}. "
-                f"Found {len(header) + len(surplus)} in line {number}.",
+                f"{path}: no row may have more cells than the header, which has {len(header)}. "
+                f"Found {len(header) + len(surplus)} cells in line {number}.",
                 code="config.table",
             )
         rows.append((*cells, *((row.get(c) or "").strip() for c in optional)))
@@ -79,9 +80,10 @@ def read_table(
 
 
 def target_ids(targets: list[int | str] | str) -> list[int | str] | None:
-    """Return target ids from a list or from the column ``id`` of a table, or None for ``all``.
+    """Return the ids of an experiment's targets, or None if ``targets`` is ``all``.
 
-    Ids from a table are integers if all are decimal integers without leading zeros, else texts.
+    ``targets`` is a list of ids, or the path of a table with the column ``id``. Ids from a table
+    are texts, unless all of them are decimal integers without leading zeros.
     """
     if targets == ALL_TARGETS:
         return None
@@ -93,7 +95,7 @@ def target_ids(targets: list[int | str] | str) -> list[int | str] | None:
 
 
 def read_config(path: Path, schema: Path) -> dict[str, Any]:
-    """Return a config with the defaults of its schema, and the last run's ``--config`` values."""
+    """Return a file's config with the schema's defaults and the last run's ``--config`` values."""
     check_unique_keys(path)
     config = yaml.safe_load(path.read_text(encoding="utf-8"))
     if not isinstance(config, Mapping):
@@ -107,7 +109,7 @@ def read_config(path: Path, schema: Path) -> dict[str, Any]:
 def completed(
     config: Mapping[str, Any], schema: Path, *, entries: Sequence[str] = (), writes: bool = True
 ) -> dict[str, Any]:
-    """Return a validated config with the schema's defaults, and with the path of its study file.
+    """Return a config, after validating it, with defaults and with the path of its study file.
 
     See ``with_values_read`` for ``entries``, and ``with_ready_study`` for ``writes``.
     """
@@ -116,16 +118,16 @@ def completed(
     keys = yaml.load(text, Loader=_FastLoader)  # ruff: ignore[unsafe-yaml-load] -- a SafeLoader
     check_config(config, keys)
     config = with_defaults(config, keys)
-    # Snakemake warns about paths that begin with ./ or end with /.
+    # Path() removes a leading ./ and a trailing /, about which Snakemake would warn.
     return config | {"results": str(Path(config["results"]))}
 
 
-# The loader of libyaml is ten times as fast as the Python loader.
+# Reading YAML with libyaml is ten times as fast as with PyYAML's Python loader.
 _FastLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def given_by_command(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``--config`` values of the last run, if ``path`` was its only config file."""
+    """Return the last run's ``--config`` values, or {} unless it used only the file ``path``."""
     results = config.get("results", "results")
     known = read_record(Path(results) / CONFIG_RECORD) if isinstance(results, str) else {}
     files = [Path(results, known["folder"], file) for file in known.get("config_files", ())]
@@ -142,10 +144,10 @@ def record_config(
     *,
     replaces: bool = True,
 ) -> None:
-    """Write a run's config to its results folder, which can then be opened without a config file.
+    """Record a run's config in its results folder, which can then be opened without a config file.
 
-    ``given`` contains the values of ``--config``, and ``entries`` contains the same values as
-    ``key=value`` words. Unless ``replaces`` is true, an existing record is kept.
+    ``given`` contains the values of ``--config``, and ``entries`` the same values as ``key=value``
+    words. Unless ``replaces`` is true, an existing record is kept.
     """
     known = {
         "config": dict(config),
@@ -160,49 +162,50 @@ def record_config(
 
 
 def recorded_config(results: Path) -> tuple[dict[str, Any], Path]:
-    """Return the config of the last run that used a results folder, and its working folder."""
+    """Return the config and the working folder of the last run that used a results folder."""
     known = read_record(results / CONFIG_RECORD)
     if not known:
         raise InputError(
-            f"{results}: a results folder must contain the {CONFIG_RECORD} of its last run. Found "
-            "none, or a damaged one. Run `trak run` with the config again.",
+            f"{results}: a results folder must contain {CONFIG_RECORD}, which each run writes. The "
+            "file is missing or damaged. Run `trak run` with the config again.",
             code="config.no_record",
         )
     return known["config"], Path(os.path.normpath(results / known["folder"]))
 
 
 def module_folders(question: Path, study: Path) -> list[Path]:
-    """Return the folders in which the study and a Python file of targets search for modules."""
+    """Return the folders to search for modules that the study or a file of targets imports."""
     return [question.parent, study.parent]
 
 
 def python_modules(study: Path, questions: Sequence[Path]) -> list[Path]:
-    """Return the Python files of a study and its questions, and the local modules they import.
+    """Return the Python files of a study and its experiments, and the local modules they import.
 
-    ``questions`` are the Python files of experiments' targets. Modules must have different names.
+    ``questions`` are the Python files of experiments' targets. Raise an error if two different
+    files have the same name.
     """
     named = study_modules(study)
-    # A question's folder comes first in sys.path, even while the study imports modules.
+    # The folder of a file of targets is searched first, even for modules that the study imports.
     pairs = [(code, module_folders(path, study)) for path in questions for code in (study, path)]
     for name, file in (m for code, folders in pairs for m in study_modules(code, folders).items()):
         other = named.setdefault(name, file)
         if other.resolve() != file.resolve():
             raise InputError(
-                "The Python files of a study and its experiments are imported into one process, so "
-                f"their names must differ. Found {other} and {file}. Rename one of them.",
+                "The Python files of a study and its experiments must have different names, as one "
+                f"process imports them all. Found {other} and {file}. Rename one of them.",
                 code="config.module_names",
             )
     return [*named.values()]
 
 
 def output_file(model_output: str | Mapping[str, str], study: Path) -> Path | None:
-    """Return the file of a user-defined model output, or None if it is the study's file."""
+    """Return the file of a model output, or None if it is built in or in the study's file."""
     place = function_location(output_name(model_output))
     if place is None or Path(place[0]).resolve() == study.resolve():
         return None
     if not Path(place[0]).is_file():
         raise InputError(
-            f"model_output: the function's Python file must exist. Found nothing at {place[0]} "
+            f"model_output: the function's Python file must exist. Found no file at {place[0]} "
             f"(from {Path.cwd()}).",
             code="config.missing_output",
         )
@@ -210,7 +213,7 @@ def output_file(model_output: str | Mapping[str, str], study: Path) -> Path | No
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """A YAML loader that raises an error for duplicate keys, unlike PyYAML's loaders."""
+    """A YAML loader that raises an error for duplicate keys. PyYAML's loaders accept them."""
 
 
 def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -231,7 +234,7 @@ def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
 
 
 def _number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
-    """Return a number, or raise an error if YAML 1.1 reads it in base 8 or 60, as 0123 or 1:30."""
+    """Return a number. Raise an error if YAML 1.1 would read it in base 8 (0123) or 60 (1:30)."""
     is_integer = node.tag.endswith("int")
     value = loader.construct_yaml_int(node) if is_integer else loader.construct_yaml_float(node)
     if re.fullmatch(r"[-+]?0[0-7_]+|.*:.*", node.value):
@@ -248,7 +251,7 @@ _UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG,
 
 
 def check_unique_keys(path: Path) -> None:
-    """Raise an error if a file is not YAML, or if a mapping in it has the same key twice."""
+    """Raise an error if a file is not valid YAML, or if a mapping in it repeats a key."""
     try:
         loader = _UniqueKeyLoader(path.read_text(encoding="utf-8"))
         loader.name = str(path)
@@ -256,12 +259,12 @@ def check_unique_keys(path: Path) -> None:
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise InputError(
-            f"{path}: a config must be YAML. {reason}.", code="config.no_yaml"
+            f"{path}: a config must be valid YAML. {reason}.", code="config.no_yaml"
         ) from error
 
 
 class _TextKeyLoader(yaml.SafeLoader):
-    """A YAML loader that keeps keys as text, as Snakemake does for ``--config``."""
+    """A YAML loader that reads all keys as text, as Snakemake does for ``--config``."""
 
 
 for _loader in (_UniqueKeyLoader, _TextKeyLoader):
@@ -276,16 +279,17 @@ _TextKeyLoader.add_constructor(
 
 
 def merged(value: Any, given: Any) -> Any:
-    """Return ``given``. If both values are mappings, merge them key by key, as Snakemake does."""
+    """Return ``given``, but merge two mappings key by key, as Snakemake does with configs."""
     if not isinstance(value, Mapping) or not isinstance(given, Mapping):
         return given
     return {**value, **{key: merged(value.get(key), part) for key, part in given.items()}}
 
 
 def with_values_read(config: Mapping[str, Any], entries: Sequence[str]) -> dict[str, Any]:
-    """Return a config in which nested values of the ``key=value`` ``entries`` are parsed as YAML.
+    """Return a config in which the nested values of ``--config`` are parsed as YAML.
 
-    Snakemake parses ``top=3``, but keeps the values inside ``projection={proj_dim: 256}`` as texts.
+    ``entries`` are the ``key=value`` words after ``--config``. Snakemake parses ``top=3``, but
+    leaves the values inside ``projection={proj_dim: 256}`` as texts.
     """
     read = dict(config)
     for key, _, text in (entry.partition("=") for entry in entries):
@@ -304,7 +308,7 @@ def with_values_read(config: Mapping[str, Any], entries: Sequence[str]) -> dict[
 
 
 def _check_plain(value: Any, where: str = "") -> None:
-    """Raise an error for dates, sets, bytes, and keys that are neither text nor checkpoint ids."""
+    """Raise an error for dates, sets, bytes, and keys that are not text (except checkpoint ids)."""
     if isinstance(value, list):
         for i, inner in enumerate(value):
             _check_plain(inner, f"{where}[{i}]")
@@ -312,20 +316,21 @@ def _check_plain(value: Any, where: str = "") -> None:
         for key, inner in value.items():
             if not isinstance(key, str) and where != "checkpoints":
                 raise InputError(
-                    f"{where or 'the config'}: a name must be text. Found {key!r}: put it in "
+                    f"{where or 'the config'}: every key must be text. Found {key!r}. Put it in "
                     "quotes.",
                     code="config.text_name",
                 )
             _check_plain(inner, f"{where}.{key}".removeprefix("."))
     elif not isinstance(value, str | int | float | None):
         raise InputError(
-            f"{where}: a value must be text, a number, a list or a mapping. Found {value!r}: "
-            "put it in quotes.",
+            f"{where}: a value must be text, a number, a list or a mapping. Found {value!r}. "
+            "Put it in quotes.",
             code="config.plain_value",
         )
 
 
-# JSON Schema accepts 16.0 as an integer, which NumPy does not, and accepts NaN within any bounds.
+# Stricter types than in JSON Schema, which accepts 16.0 as an integer, though NumPy does not, and
+# which accepts NaN regardless of a minimum and a maximum.
 _Validator = jsonschema.validators.extend(  # pyright: ignore[reportAttributeAccessIssue]
     jsonschema.Draft202012Validator,
     type_checker=jsonschema.Draft202012Validator.TYPE_CHECKER.redefine_many({
@@ -347,7 +352,7 @@ def _explained(error: jsonschema.ValidationError) -> str:
         return f"{where}: unknown key {shown}.{meant} Known keys: {', '.join(known) or 'none'}."
     if error.validator == "required":
         return f"{where}: {error.message}."
-    # Only the first paragraph of a description is shown. The others are for the documentation.
+    # The other paragraphs of a description are only for the documentation.
     meaning = schema.get("description", "").partition("\n")[0]
     limit: Any = error.validator_value
     expected = {
@@ -371,12 +376,12 @@ _KINDS |= {"boolean": "true or false", "array": "a list", "object": "a mapping"}
 
 
 def _kind(types: str | Iterable[str]) -> str:
-    """Return a readable name for one JSON type, or for several."""
+    """Return words for a JSON type, such as "an integer". Several types are joined by "or"."""
     return " or ".join(_KINDS[name] for name in ([types] if isinstance(types, str) else types))
 
 
 def _alternatives(schemas: Iterable[Mapping[str, Any]]) -> str:
-    """Return a readable list of the alternatives of an ``anyOf``."""
+    """Return words that describe the alternatives of an ``anyOf`` in the schema."""
     schemas = list(schemas)
     if all(schema.keys() == {"required"} for schema in schemas):
         keys = [key for schema in schemas for key in schema["required"]]
@@ -385,11 +390,11 @@ def _alternatives(schemas: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _leaves(error: jsonschema.ValidationError) -> Iterable[jsonschema.ValidationError]:
-    """Yield the errors of those alternatives in an ``anyOf`` that fit the type of the value."""
+    """Yield the errors of those alternatives in an ``anyOf`` that allow the type of the value."""
     context = error.context or ()
     other = {e.schema_path[0] for e in context if e.validator in ("type", "const") and not e.path}
     meant = [e for e in context if e.schema_path[0] not in other]
-    # If an alternative is an enumeration, its error lists the valid words.
+    # The error of an enumeration lists the valid words, so it is preferred to other errors.
     meant = [e for e in meant if e.validator == "enum" and not e.path] or meant
     if meant and not all(e.validator == "required" and not e.path for e in meant):
         for inner in meant:
@@ -399,7 +404,7 @@ def _leaves(error: jsonschema.ValidationError) -> Iterable[jsonschema.Validation
 
 
 def check_config(config: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
-    """Validate a config with its JSON Schema, draft 2020-12. The error lists all violations."""
+    """Raise an error that lists all violations of the JSON Schema in a config."""
     _check_plain(config)
     errors = [leaf for error in _Validator(schema).iter_errors(config) for leaf in _leaves(error)]
     lines = list(dict.fromkeys(_explained(error) for error in errors))
@@ -410,7 +415,7 @@ def check_config(config: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
 def _filling(
     validator: Any, properties: Mapping[str, Any], value: Any, schema: Any
 ) -> Iterator[jsonschema.ValidationError]:
-    """Set the defaults of missing properties, and then validate them."""
+    """Set missing properties of ``value`` to their defaults, and yield errors of validation."""
     if isinstance(value, dict):
         for key, about in properties.items():
             if "default" in about:
@@ -422,7 +427,7 @@ _Filler = jsonschema.validators.extend(_Validator, {"properties": _filling})  # 
 
 
 def with_defaults(config: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a valid config with defaults, as ``snakemake.utils.validate`` sets them."""
+    """Return a copy of a valid config with defaults, equal to ``snakemake.utils.validate``'s."""
     filled = deepcopy(dict(config))
     for _ in _Filler(schema).iter_errors(filled):
         pass

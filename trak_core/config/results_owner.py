@@ -1,4 +1,4 @@
-"""Check whether a results folder belongs to another config or study, or is a copy."""
+"""Check whether a results folder belongs to another config or study, or is a copy of another."""
 
 import json
 import os
@@ -16,10 +16,10 @@ from trak_core.runtime.files import hold_results, read_record
 
 
 def begin_run(config: Mapping[str, Any], results: Path, settings: Any) -> list[str]:
-    """Return warnings for the user, after checking and locking the results folder of a run.
+    """Return warnings for the user, after locking and checking the results folder of a run.
 
-    The config is recorded in the folder. ``settings`` are Snakemake's settings with the config
-    files and the values of ``--config``.
+    The config is recorded in the folder. ``settings`` is Snakemake's object with the config files
+    and the values of ``--config``.
     """
     hold_results(results)
     refuse_future(str(file) for kind in ("h5", "pt", "csv") for file in results.rglob(f"*.{kind}"))
@@ -28,7 +28,7 @@ def begin_run(config: Mapping[str, Any], results: Path, settings: Any) -> list[s
     record_config(config, results, files, settings.config, settings.config_args or [])
     warning = (
         f"{results} contains results of {earlier}. This run replaces files with the same names. To "
-        "keep both, set `results` to a different folder in each config."
+        "keep the results of both, set `results` to a different folder in each config."
     )
     return [warning] if earlier else []
 
@@ -36,7 +36,11 @@ def begin_run(config: Mapping[str, Any], results: Path, settings: Any) -> list[s
 def show_results(
     files: Mapping[str, Sequence[str]], results: Path, logger: Logger, *, is_stored: bool
 ) -> None:
-    """Log a run's existing files by kind, and the fit and the warnings that its report states."""
+    """Log which files exist at the end of a run, and what the report says about the results.
+
+    From the report, the statement about the fit and the titles of warnings are logged.
+    ``is_stored`` is whether results are in remote storage.
+    """
     for kind, paths in files.items():
         if existing := sorted(file for file in paths if is_stored or Path(file).exists()):
             logger.info(f"{kind}: {', '.join(existing)}")
@@ -53,10 +57,10 @@ def show_results(
 def earlier_configs(
     results: Path, config_files: Sequence[Path], config: Mapping[str, Any]
 ) -> list[str]:
-    """Return the config files of a results folder's last run, or [] if this run uses one of them.
+    """Return the config files of the last run in a results folder if this run uses other ones.
 
-    The list is also empty for a copy of a results folder. If the files still exist and name another
-    study than ``config``, an error is raised.
+    If this run uses one of them, or if the folder is a copy, return an empty list. Raise an error
+    if the last run was for another study and its config files still exist.
     """
     known = read_record(results / CONFIG_RECORD)
     earlier = known.get("config_files", [])
@@ -67,7 +71,7 @@ def earlier_configs(
     there = [file for file in earlier if Path(results, known["folder"], file).exists()]
     if there and study != other:
         raise InputError(
-            "A results folder must contain the results of one study. Found results of "
+            "A results folder must contain the results of only one study. Found results of "
             f"{', '.join(there)} with the study {Path(other[0]).stem} in {results}. Set `results` "
             f"to a new folder in {min(here)}, or remove {results}.",
             code="config.results_of_another",
@@ -76,9 +80,10 @@ def earlier_configs(
 
 
 def differences_of_copy(config: Mapping[str, Any], results: Path) -> list[str]:
-    """Return a warning if a copied results folder was made with other settings than ``config``.
+    """Return a warning if a copied results folder was computed with settings other than ``config``.
 
-    Snakemake has no record of the settings of copied files, and treats them as finished.
+    Snakemake would not notice the difference. It has no record of the settings of copied files, and
+    treats the files as finished.
     """
     known = read_record(results / CONFIG_RECORD)
     if not known or not _is_copy(known, results):
@@ -88,21 +93,22 @@ def differences_of_copy(config: Mapping[str, Any], results: Path) -> list[str]:
     keys = sorted((now.keys() | before) - {"results", "compute", "answers"})
     changed = [key for key in keys if now.get(key) != before.get(key)]
     warning = (
-        f"{results} is a copy of a folder whose results were computed with another "
-        f"{', '.join(changed)}. Snakemake treats its files as finished. To recompute them, run "
-        "once with --forceall."
+        f"{results} is a copy of a folder whose results were computed with different settings: "
+        f"{', '.join(changed)}. Snakemake treats the copied files as finished. To recompute them, "
+        "run once with --forceall."
     )
     return [warning] if changed else []
 
 
 def _is_copy(known: Mapping[str, Any], results: Path) -> bool:
-    """Return whether the record in a results folder was written to another folder."""
+    """Return whether the config record in a results folder was originally written elsewhere."""
     made = Path(results, known["folder"], known.get("results", ""))
     return "results" in known and os.path.relpath(made) != os.path.relpath(results)
 
 
 def _study_of(config: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return the name of a completed config's study and its arguments."""
-    # The path of a generated study file contains the results folder and a digest.
+    """Return the study's name and its arguments from a config that has all defaults."""
+    # The path of a generated study file contains the results folder and a digest, which can differ
+    # for the same study. Only the name is kept.
     study = re.sub(r"(?:.*/)?(\w+)_study_[0-9a-f]{8}\.py$", r"\1", str(config.get("study")))
     return study, config.get("study_arguments")

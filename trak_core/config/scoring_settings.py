@@ -1,4 +1,4 @@
-"""Fill in scoring settings that depend on other settings, and build the spec of scores."""
+"""Fill in scoring settings whose defaults depend on others, and build the settings of scores."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from trak_core.settings import Combine, FeaturesSpec, ScoresSpec, Weighting, cur
 
 
 def usual_combine(*, along: bool) -> Combine:
-    """Return the default ``combine``. ``along`` is true for checkpoints from several times."""
+    """Return the default ``combine``. ``along`` is true if checkpoints differ in training time."""
     return Combine.UNIT_AVERAGE if along else Combine.PRODUCT_OF_AVERAGES
 
 
@@ -19,16 +19,16 @@ def usual_weighting(combine: str, model_output: str | Mapping[str, str]) -> Weig
 
 
 def usual_power(combine: str, model_output: str | Mapping[str, str]) -> float:
-    """Return the default power of the loss weights."""
+    """Return the default power to which loss weights are raised."""
     if not about_output(model_output).weight_is_probability:
         return 1
     return 0.75 if combine == Combine.UNIT_AVERAGE else 0.5
 
 
 def fill_in_scoring(config: dict[str, Any], *, along: bool) -> str:
-    """Return a text that lists the missing scoring settings, which are filled in, with reasons.
+    """Return a text that lists all missing scoring settings with reasons, after filling them in.
 
-    ``along`` is true for checkpoints from several times of training.
+    ``along`` is whether the checkpoints were saved at several times during training.
     """
     scoring, model_output = config["scoring"], config["model_output"]
     reasons = []
@@ -59,7 +59,7 @@ def fill_in_scoring(config: dict[str, Any], *, along: bool) -> str:
 def features_spec(
     config: Mapping[str, Any], study_digest: str, state_dicts: Mapping[str, str]
 ) -> FeaturesSpec:
-    """Return the settings that the features or Gramians of all checkpoints and splits share."""
+    """Return the settings that are common to the features or Gramians of a config."""
     patterns, projection = config["parameters"], config["projection"]
     is_projected = not isinstance(projection, str)
     return FeaturesSpec(
@@ -78,7 +78,7 @@ def features_spec(
 def scores_spec(
     config: Mapping[str, Any], features: FeaturesSpec, runs: Mapping[str, Sequence[str]]
 ) -> ScoresSpec:
-    """Return the spec of self-influences, which the specs of all scores extend."""
+    """Return the settings of self-influences. Specs of other scores add an experiment to them."""
     scoring, about = config["scoring"], about_output(config["model_output"])
     power, weighting = scoring["loss_weight_power"], scoring["weighting"]
     of_curvature = curvature_power(weighting, power, is_probability=about.weight_is_probability)

@@ -39,22 +39,23 @@ from trak_core.settings import (
     settings_of,
 )
 
-# The largest numbers of random subsets, and of targets of removals, in one retraining job.
+# One retraining job trains on at most 10 random subsets, or removes samples for at most 5 targets.
 _SUBSETS_A_JOB, _TARGETS_A_JOB = 10, 5
-# The number of random removals of each size, the number of models for each removal, and the seed.
+# For removals: how many random choices of samples are compared for each size, how many models are
+# trained for each choice, and the seed of both.
 _DRAWS, _REMOVAL_SEEDS, _SEED = 3, 3, 0
 # Keys of a config that do not change results.
 _NO_RESULTS = ("compute", "answers")
-# Functions with which a study adds columns to tables.
+# Functions of a study that return additional columns for the tables of samples.
 _COLUMNS = ("train_columns", "target_columns")
 
 
 @cache
 def _question_digest(path: Path, study: Path) -> str:
-    """Hash a file of targets only once per process, so that all specs contain the same hash."""
+    """Return a hash of a file of targets, computed once so that all jobs have the same hash."""
     if not path.is_file():
         raise InputError(
-            f"experiments: `data` must be a file. Found nothing at {path}.",
+            f"experiments: `data` must be an existing file. Found no file at {path}.",
             code="config.missing_question",
         )
     if path.suffix != ".py":
@@ -73,37 +74,40 @@ class Specs:
         training: The arguments of the study's ``train`` that all runs share.
         reported: The config without ``compute`` and ``answers``, which do not change results.
         output: Properties and descriptions of the model output.
-        output_words: The config's settings of a user-defined model output, or None for a built-in
-            one.
+        output_words: The settings of a user-defined model output. None for a built-in one.
         is_projected: Whether scores are computed from projected gradients.
         scored: All experiments, including means, in the config's order.
-        experiments: The ids of targets, or None for all, by experiment. Means are not included.
+        experiments: The target ids of each experiment, or None if all samples are targets.
+            Experiments that are means are not included.
         conditions: The ``where`` conditions of experiments, by experiment.
-        means: The experiments under ``mean`` and ``minus``, for each experiment that is a mean.
+        means: For each experiment that is a mean, the names under ``mean`` and ``minus``.
         lists: The settings of the config's lists, by name, with the experiment of each list.
         pool: The file of samples that ``lists.select`` ranks, or None for the training samples.
         questions: The files of experiments' targets and of the pool, by experiment or ``POOL``.
         shards: The number of jobs that compute each split's features, by split.
         evaluation: The config's ``evaluation``, empty if there is none.
         sweep: The values of scoring settings in a sweep, or None without a sweep.
-        removals: The removals to measure, by the name of their result file. See ``removals_of``.
+        removals: The settings of ``evaluation.removals``, by result file. See ``removals_of``.
         measured: The experiments whose scores are compared with retrained models.
         measures_features: Whether the evaluation needs features in addition to scores.
         study_digest: A hash of the study's code and of all data files.
         made_of: A hash of the study and of the file of a user-defined model output.
         files: The study's source and data files, and the tables and files that the config names.
-        all_features: The settings that the features, or Gramians, of all checkpoints and splits
-            share.
-        embeddings: The settings that the embeddings of all checkpoints share.
-        outputs: The settings that the outputs for ``target_data()`` of all checkpoints share.
-        self_influence: The spec of self-influences, which the specs of all scores extend.
+        all_features: The settings of features, or of Gramians, that do not depend on the checkpoint
+            and the split.
+        embeddings: The settings of embeddings that do not depend on the checkpoint.
+        outputs: The settings of the models' outputs for ``target_data()`` that do not depend on the
+            checkpoint.
+        self_influence: The settings of self-influences. The specs of other scores add an experiment
+            to them.
     """
 
     def __init__(self, config: dict[str, Any], results: Path, *, writes: bool = True) -> None:
-        """Derive the specs of a valid config, after checks that its schema cannot express.
+        """Derive the specs of a config that is valid by the schema.
 
-        Unless ``writes`` is false, digests of data files are stored in the folder ``results``, so
-        that unchanged files are not read again.
+        Relations between keys, which the schema cannot express, are checked first. Unless
+        ``writes`` is false, digests of data files are stored in the folder ``results``, so that
+        unchanged files are not read again.
         """
         self.config = config
         self.checkpoints = checkpoint_table(config["checkpoints"], config.get("training"))
@@ -132,7 +136,8 @@ class Specs:
         parts = {n: s for n, c in self.checkpoints.items() if (s := c.state_dict)}
         self.all_features = features_spec(config, self.made_of, parts)
         self.self_influence = scores_spec(config, self.all_features, self.runs)
-        # Embeddings and outputs are files of values, other than gradients, of all samples.
+        # Embeddings and outputs are not gradients, and one file contains them for all samples.
+        # Settings that concern only gradients are therefore reset.
         more: Any = {"dtype": "float32", "preconditioner": None, "label_draws": 0, "split": "all"}
         values = replace(self.all_features, projection={"kind": "embedding"}, **more)
         self.embeddings = replace(values, study_digest=self.study_digest)
@@ -178,7 +183,7 @@ class Specs:
         self.files = [*dict.fromkeys(files)]
 
     def training_arguments(self, run: str) -> dict[str, Any]:
-        """Return the arguments of the study's ``train`` for one run."""
+        """Return the arguments with which the study's ``train`` is called for one run."""
         return ordered(self.training | dict(self.checkpoints[self.runs[run][0]].arguments))
 
     def times(self, run: str) -> list[float] | None:
@@ -188,7 +193,7 @@ class Specs:
 
     @property
     def trained_together(self) -> list[tuple[list[str], list[str]]]:
-        """Groups of runs whose checkpoint ids have the same suffixes, as (suffixes, runs) pairs."""
+        """Groups of runs whose checkpoint ids have equal suffixes, as pairs (suffixes, runs)."""
         groups: dict[tuple[str, ...], list[str]] = {}
         for run, ids in self.runs.items():
             groups.setdefault(tuple(name.removeprefix(run) for name in ids), []).append(run)
@@ -205,9 +210,9 @@ class Specs:
         return any(mentions(Path(path), *_COLUMNS) for path in files if path.endswith(".py"))
 
     def targets_digest(self, split: str) -> str | None:
-        """Return a hash of the ids of an experiment's targets, in order, and of their file.
+        """Return a hash of an experiment's target ids, in their order, and of the targets' file.
 
-        For the training samples, return None.
+        Return None for the training samples. ``split`` can also be the pool.
         """
         if split in self.means:
             named = [(name, self.targets_digest(name)) for name in self.means[split]]
@@ -222,35 +227,35 @@ class Specs:
         return content_digest(ids and [str(i) for i in ids], *digests)
 
     def features(self, checkpoint: str, split: str) -> FeaturesSpec:
-        """Return the spec of one file of features, or of one Gramian."""
+        """Return the settings of the features, or of the Gramian, of one checkpoint and split."""
         return self.all_features.under(checkpoint).of(split, self.targets_digest(split))
 
     def normal_matrix(self, checkpoint: str) -> NormalSpec:
-        """Return the spec of one checkpoint's normal matrix."""
+        """Return the settings of one checkpoint's normal matrix."""
         return self.self_influence.under(checkpoint).of_normal_matrix()
 
     def checkpoint_scores(self, experiment: str, checkpoint: str) -> ScoresSpec:
-        """Return the spec of one checkpoint's scores of an experiment."""
+        """Return the settings of an experiment's scores from one checkpoint."""
         return self.scores(experiment).under(checkpoint)
 
     def scores(self, experiment: str) -> ScoresSpec:
-        """Return the spec of an experiment's scores."""
+        """Return the settings of an experiment's scores from all checkpoints."""
         digest = self.targets_digest(experiment)
         return replace(self.self_influence, experiment=experiment, targets_digest=digest)
 
     def list_scores(self, kind: str) -> ScoresSpec:
-        """Return the spec of the scores from which a list is computed, which may be for a pool."""
+        """Return the settings of the scores from which a list is computed, possibly for a pool."""
         digest = self.targets_digest(POOL) if kind == "select" else None
         return replace(self.scores(self.lists[kind]["experiment"]), pool_digest=digest)
 
     def measures(self, baseline: str) -> bool:
-        """Return whether the LDS or removals are also measured for a ``baseline``."""
+        """Return whether the evaluation compares the scores with this baseline."""
         by_lds = self.evaluation["baselines"] if self.measured else []
         return baseline in [*by_lds, *self.evaluation.get("removals", {}).get("baselines", [])]
 
     @property
     def settings(self) -> list[Setting]:
-        """All combinations of the sweep's and the config's settings, or [] without a sweep."""
+        """All combinations of the sweep's values and the config's own, or [] without a sweep."""
         if self.sweep is None:
             return []
         scoring, proj_dim = self.config["scoring"], self.config["projection"]["proj_dim"]
@@ -260,7 +265,7 @@ class Specs:
 
     @property
     def random_subsets(self) -> RetrainedSpec:
-        """The spec of models that are retrained on random subsets."""
+        """The settings of the models that are retrained on random subsets."""
         subsets = self.evaluation["subsets"]
         spec = self._retrained("random", subsets["seeds"], subsets["seed"])
         runs = self.config["checkpoints"]
@@ -268,12 +273,12 @@ class Specs:
         return replace(spec, fraction=subsets["fraction"], **more)
 
     def subset_groups(self) -> list[tuple[int, int]]:
-        """Return the numbers of the first and the last random subset of each retraining job."""
+        """Return the number of the first and the last random subset in each retraining job."""
         starts = range(0, count := self.evaluation["subsets"]["count"], _SUBSETS_A_JOB)
         return [(start, min(start + _SUBSETS_A_JOB, count) - 1) for start in starts]
 
     def removals_spec(self, by: str) -> RetrainedSpec:
-        """Return the spec of models retrained without samples that the method ``by`` chose."""
+        """Return the settings of models retrained without samples that the method ``by`` chose."""
         if by in self.lists:
             return self._retrained("list", 1, _SEED)
         spec = self._retrained(f"without {by}", _REMOVAL_SEEDS, _SEED)

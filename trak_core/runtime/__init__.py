@@ -1,1 +1,1 @@
-"""Run the job of a rule: call its stage, write files atomically, and log progress."""
+"""Run a job of a Snakemake rule: call the rule's function, write its files, and log progress."""

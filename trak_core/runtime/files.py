@@ -1,6 +1,6 @@
-"""Write files atomically, lock the results folder, and store digests of data between runs.
+"""Write files atomically, lock the results folder, and keep digests of data files between runs.
 
-Only the standard library is imported, because each start of Snakemake imports this module.
+Every start of Snakemake imports this module, so it imports only the standard library.
 """
 
 import errno
@@ -24,17 +24,20 @@ from trak_core.errors import InputError, disk_full_reason
 if TYPE_CHECKING:
     import pandas as pd
 
-# Errors of file systems that do not support locks.
+# The error numbers that a file system without locks returns.
 NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 # The file in a results folder that contains the config of the last run.
 CONFIG_RECORD = "config.json"
 # Spreadsheets interpret a cell that begins with one of these characters as a formula. The last four
-# are full-width forms.
+# are full-width forms of the first four.
 _RUN = tuple("=+-@\t\r\n\uff1d\uff0b\uff0d\uff20")
 
 
 def _delete_leftovers(path: Path, prefix: str) -> None:
-    """Delete partial files that were left by killed processes of this machine."""
+    """Delete partial files that killed processes of this machine left next to ``path``.
+
+    Their names consist of ``prefix``, the number of the process, and ``.part``.
+    """
     if os.name != "posix":
         return  # On Windows, os.kill(process, 0) ends the process.
     for partial in path.parent.glob(f"{glob.escape(prefix)}*.part"):
@@ -49,8 +52,8 @@ def _delete_leftovers(path: Path, prefix: str) -> None:
 def hold_results(results: Path) -> None:
     """Create a results folder, and lock it until this process ends.
 
-    An error is raised if files cannot be created in the folder, or if another run has locked it. On
-    file systems without locks, the folder is not locked.
+    Raise an error if the folder is not writable, or if another run has locked it. On a file system
+    without locks, the folder is not locked.
     """
     import fcntl  # It does not exist on Windows.
 
@@ -62,17 +65,17 @@ def hold_results(results: Path) -> None:
         raise unwritable_error(results, results, error) from error
     lock = results / ".lock"
     try:
-        # Some network file systems lock only files that are open for writing.
+        # Some network file systems can lock a file only if it is open for writing.
         file = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
     except PermissionError:
-        file = os.open(lock, os.O_RDONLY)  # Another user of the folder has created it.
+        file = os.open(lock, os.O_RDONLY)  # Another user has created the file.
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(file)
         raise InputError(
-            f"{results}: a results folder must be written to by one run at a time. Found another "
-            "run that uses it. Wait for that run to end, or set another folder as `results`.",
+            f"{results}: only one run at a time may write to a results folder. Found another run "
+            "that uses this folder. Wait for that run to end, or set another folder as `results`.",
             code="config.results_in_use",
         ) from error
     except OSError:
@@ -93,9 +96,10 @@ def supports_locks(file: int) -> bool:
 def lock_tables_where_possible(results: Path) -> None:
     """Turn off HDF5's file locks if the file system of a results folder does not support locks.
 
-    Otherwise PyTables could not write there. HDF5's setting BEST_EFFORT ignores ENOSYS, but not the
-    errors of network file systems. Locks are not needed, because no two jobs write the same file.
-    The environment variable is not changed if the user has set it.
+    Otherwise, PyTables could not write to the folder. Locks are not needed, because no two jobs
+    write the same file. HDF5's own setting for such file systems, BEST_EFFORT, ignores only ENOSYS,
+    and not the errors of network file systems. If the user has set the environment variable
+    ``HDF5_USE_FILE_LOCKING``, it is not changed.
     """
     if "HDF5_USE_FILE_LOCKING" in os.environ:
         return
@@ -106,23 +110,24 @@ def lock_tables_where_possible(results: Path) -> None:
 
 
 def disk_full_error(path: Path, reason: str) -> InputError:
-    """Return the error for a file that does not fit on the disk or in the quota."""
+    """Return the error for a file that exceeds the free disk space or the quota."""
     free = shutil.disk_usage(path.parent).free // 2**20
     return InputError(
         f"{path}: the disk needs space for the file. Found: {reason}, with {free} MiB free. "
-        "The partial file was deleted. Free space, or raise the quota or limit, and run snakemake "
-        "again. Finished files are kept.",
+        "The partial file was deleted. Free some space, or raise the quota or limit. Then run "
+        "snakemake again. Finished files are kept.",
         code="runtime.disk_full",
     )
 
 
 @contextmanager
 def atomic_write(path: Path) -> Generator[Path, None, None]:
-    """Yield a hidden path in the same folder, and rename it to ``path`` at the end.
+    """Yield the path of a temporary file to write, which is renamed to ``path`` at the end.
 
-    The folder is created. If an exception occurs, for example because the disk is full, ``path``
-    is unchanged. If the process is killed, the partial file remains until a process on the same
-    machine writes ``path`` again.
+    The temporary file is a hidden file in the same folder, which is created if it does not exist.
+    If an exception occurs, for example because the disk is full, ``path`` is unchanged. If the
+    process is killed, the temporary file remains until a process on the same machine writes
+    ``path`` again.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{path.name}.{socket.gethostname()}."
@@ -144,12 +149,12 @@ def atomic_write(path: Path) -> Generator[Path, None, None]:
 
 
 def safe_cell(cell: Any) -> Any:
-    """Return a cell for a CSV. A text that looks like a formula gets an apostrophe in front."""
+    """Return a cell for a CSV, with an apostrophe before a text that looks like a formula."""
     return f"'{cell}" if isinstance(cell, str) and cell.startswith(_RUN) else cell
 
 
 def write_csv(path: Path, rows: "pd.DataFrame") -> None:
-    """Write a table as CSV with a header. Cells are changed by ``safe_cell``."""
+    """Write a table as CSV with a header. Texts are written as ``safe_cell`` returns them."""
     texts = {
         name: [safe_cell(cell) for cell in rows[name]]
         for name in rows
@@ -165,7 +170,7 @@ def _digest(known: dict[str, Any]) -> str:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Return the values that ``write_record`` wrote, or {} for a missing or damaged file."""
+    """Return the values that ``write_record`` wrote, or {} if the file is missing or damaged."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         return record["known"] if record["digest"] == _digest(record["known"]) else {}
@@ -194,7 +199,7 @@ def _may_only_be_read(folder: Path) -> bool:
 def unwritable_error(results: Path, path: Path, error: OSError) -> InputError:
     """Return the error for a file in a results folder that could not be written."""
     named = Path(error.filename or path)
-    # The message does not name a temporary file, because the user does not know it.
+    # The message names no temporary file, because the user would not recognize the name.
     failed = path if named.absolute().parent == results.absolute() else named
     return InputError(
         f"{results}: the results folder must be writable. Found {error.strerror or error} at "
@@ -203,19 +208,19 @@ def unwritable_error(results: Path, path: Path, error: OSError) -> InputError:
     )
 
 
-# File systems round times to up to two seconds. A file that changed less than two seconds ago can
-# therefore change again while its time stays the same.
+# Some file systems round times to two seconds. If a file changed less than two seconds ago, it can
+# therefore change again without a new time.
 CLOCK_NS = 2 * 10**9
 
 
 def _files(pattern: str) -> Iterator[Path]:
-    # The name of an existing file can contain special characters of patterns. glob.glob is used
-    # because the meaning of `**` in Path.glob depends on the version of Python.
+    # The name of an existing file can contain characters that are special in patterns. glob.glob is
+    # used because the meaning of `**` in Path.glob depends on the version of Python.
     names = [pattern] if Path(pattern).exists() else glob.glob(pattern, recursive=True)  # ruff: ignore[glob]
     for path in map(Path, names):
         if path.is_file():
             yield path
-        # Hidden files and Python's caches can change while the data stay the same.
+        # Hidden files and Python's caches are skipped, as they can change while the data do not.
         for folder, folders, names in os.walk(path):
             folders[:] = [name for name in folders if not name.startswith((".", "__pycache__"))]
             files = (Path(folder, name) for name in names if not name.startswith("."))
@@ -223,11 +228,11 @@ def _files(pattern: str) -> Iterator[Path]:
 
 
 def matches(path: Path, pattern: str) -> bool:
-    """Return whether a path matches a pattern in ``data_files``. The path need not exist."""
+    """Return whether a path, which need not exist, matches a pattern in ``data_files``."""
 
     def fits(parts: Sequence[str], signs: Sequence[str]) -> bool:
         if not signs or not parts:
-            return not signs  # A folder matches all files below it.
+            return not signs  # The pattern of a folder matches all files in the folder.
         if signs[0] == "**":
             return any(fits(parts[i:], signs[1:]) for i in range(len(parts) + 1))
         return fnmatchcase(parts[0], signs[0]) and fits(parts[1:], signs[1:])
@@ -237,15 +242,15 @@ def matches(path: Path, pattern: str) -> bool:
 
 
 def _checked_files(pattern: str, results: Path) -> list[Path]:
-    # Results change during a run, so they cannot be data. Links are not resolved, because that
-    # would take too long for thousands of files.
+    # Results change during a run, so they cannot be data. Links are not resolved, because resolving
+    # thousands of files would take too long.
     plain = os.path.abspath
     folder = plain(results)
     files = [file for file in _files(pattern) if not Path(plain(file)).is_relative_to(folder)]
     if not files:
         raise InputError(
-            "data_files: each entry must match at least one file that is not hidden and not in the "
-            f"results folder. Found nothing at {pattern!r} (from {Path.cwd()}).",
+            "data_files: each entry must match at least one file. Hidden files and files in the "
+            f"results folder do not count. Found nothing at {pattern!r} (from {Path.cwd()}).",
             code="config.missing_data_file",
         )
     return files
@@ -264,9 +269,10 @@ def file_digest(path: Path) -> str:
 
 
 def _file_digests(files: Iterable[Path], record: Path, *, writes: bool) -> dict[str, str]:
-    """Return ``file_digest`` of files, by path. The record is updated unless ``writes`` is false.
+    """Return the hash that ``file_digest`` computes for each file, by path.
 
-    A file is not read if its size, mtime and ctime equal those in the record.
+    A file is read only if its size, mtime or ctime differ from those in the record. Unless
+    ``writes`` is false, the record is updated.
     """
     known, digests = read_record(record), {}
     kept = dict(known)
@@ -274,7 +280,7 @@ def _file_digests(files: Iterable[Path], record: Path, *, writes: bool) -> dict[
         now, stat, name = time.time_ns(), file.stat(), file.as_posix()
         seen = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
         *before, digest = known.get(name, [""])
-        # Older versions stored shorter digests.
+        # A digest of another length is from an older version, and is computed again.
         is_kept = before == seen and len(digest) == 64
         digests[name] = digest if is_kept else file_digest(file)
         kept[name] = [*seen, digests[name]]
@@ -286,18 +292,18 @@ def _file_digests(files: Iterable[Path], record: Path, *, writes: bool) -> dict[
 
 
 def data_digests(patterns: Sequence[str], record: Path, *, writes: bool = True) -> dict[str, str]:
-    """Return ``file_digest`` of the files that match a config's ``data_files``, by sorted path.
+    """Return the hash of each file that matches a config's ``data_files``, by sorted path.
 
     A pattern is the path of a file, the path of a folder (for all files below it), or a shell
-    pattern, in which ``**`` matches any number of folders. Hidden files and the results folder,
-    which contains ``record``, are ignored. A pattern that matches no file raises an error.
+    pattern, in which ``**`` matches any number of folders. Hidden files and files in the results
+    folder, which contains ``record``, are ignored. Raise an error if a pattern matches no file.
     """
     files = {file for pattern in patterns for file in _checked_files(pattern, record.parent)}
     return _file_digests(sorted(files), record, writes=writes)
 
 
 def path_digests(paths: Sequence[str], record: Path) -> dict[str, str]:
-    """Return hashes of files and folders (without hidden files), such as checkpoints, by path."""
+    """Return a hash for each path of a file or a folder. Hidden files in a folder are ignored."""
     files = {path: sorted(_files(path)) for path in paths}
     each = dict.fromkeys(file for own in files.values() for file in own)
     digests = _file_digests(each, record, writes=True)

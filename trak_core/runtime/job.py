@@ -1,7 +1,7 @@
-"""Run one job: convert the values from its Snakemake rule, call the stage, and write a log.
+"""Run one job of a Snakemake rule: convert values, call a function (the stage), and write a log.
 
-A rule passes named files, params, resources and wildcards. The stage receives those that are among
-its keyword arguments. The param ``code`` starts with the name of the stage.
+A rule has named files, params, resources and wildcards. The stage receives those that are among its
+keyword arguments. The name of the stage is the first word of the param ``code``.
 """
 
 import atexit
@@ -29,7 +29,7 @@ _HEAP_VARIABLES = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
 
 
 def _call_glibc(name: str, *arguments: int) -> None:
-    """Call a function of glibc. On other systems, do nothing."""
+    """Call a function of the C library. If there is no such function, do nothing."""
     function = getattr(ctypes.CDLL(None), name, None) if os.name == "posix" else None
     if function is not None:
         function(*arguments)
@@ -38,7 +38,7 @@ def _call_glibc(name: str, *arguments: int) -> None:
 def keep_freed_memory() -> None:
     """Let glibc keep up to 256 MiB of freed heap memory, unless the user has configured the heap.
 
-    Otherwise the kernel would have to map and zero the same pages again for each batch.
+    Otherwise, the kernel would have to map and zero the same pages again for each batch.
     """
     is_set = not _HEAP_VARIABLES.isdisjoint(os.environ)
     if not is_set and "glibc.malloc" not in os.environ.get("GLIBC_TUNABLES", ""):
@@ -52,7 +52,7 @@ def release_freed_memory() -> None:
 
 
 def export_library_path() -> None:
-    """Put this copy of trak_core first in PYTHONPATH, unless it is installed."""
+    """Put this copy of trak_core first in PYTHONPATH for new processes, unless it is installed."""
     library = str(Path(__file__).parents[2])
     others = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
     if library not in sysconfig.get_paths().values() and others[:1] != [library]:
@@ -60,11 +60,11 @@ def export_library_path() -> None:
 
 
 def quiet_libraries() -> None:
-    """Turn off Hugging Face's progress bars and warnings about future versions.
+    """Turn off Hugging Face's progress bars, and all libraries' warnings about future versions.
 
-    If ``python -W`` or ``PYTHONWARNINGS`` is used, warnings are not changed.
+    Warnings stay as they are if the user has set ``python -W`` or ``PYTHONWARNINGS``.
     """
-    # TQDM_DISABLE is not set, because it would also hide a study's progress bars.
+    # TQDM_DISABLE is not used, because it would also hide progress bars of the user's study.
     for library in ("HUB", "DATASETS"):
         os.environ.setdefault(f"HF_{library}_DISABLE_PROGRESS_BARS", "1")
     if not sys.warnoptions:
@@ -79,14 +79,14 @@ _STOP_REASONS = {
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:
-    # Later signals are ignored, because they would interrupt the deletion of unfinished files.
+    # Further signals are ignored, because they would interrupt the deletion of unfinished files.
     for each in _STOP_REASONS:
         signal.signal(each, signal.SIG_IGN)
     stop = signal.Signals(number)
     report = sys.unraisablehook
 
     def repeat(ignored: "sys.UnraisableHookArgs") -> None:
-        """Send the signal again if Python ignored the error, as it does in ``__del__``."""
+        """Send the signal again if Python ignored ``StoppedError``, as it does in ``__del__``."""
         if isinstance(ignored.exc_value, StoppedError):
             sys.unraisablehook = report
             stop_cleanly()
@@ -103,7 +103,7 @@ def _stop(number: int, _frame: FrameType | None) -> None:
 
 
 def stop_cleanly() -> None:
-    """Make SIGTERM and Ctrl-C raise ``StoppedError`` in the main thread."""
+    """Make SIGTERM and SIGINT (Ctrl-C) raise ``StoppedError`` in the main thread."""
     for number in _STOP_REASONS:
         signal.signal(number, _stop)
 
@@ -114,7 +114,7 @@ def _end_before_jobs(_number: int, _frame: FrameType | None) -> None:
 
 
 def stop_before_jobs() -> None:
-    """Make Ctrl-C end this process with one line, until ``explain_interrupts`` is called."""
+    """Make Ctrl-C end this process with a one-line message until jobs can start."""
     if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_DFL):
         signal.signal(signal.SIGINT, _end_before_jobs)
     if os.name == "posix":  # A SIGINT that was blocked until now is delivered.
@@ -124,9 +124,9 @@ def stop_before_jobs() -> None:
 def explain_interrupts(results: str, *, is_main: bool) -> None:
     """Make Ctrl-C end Snakemake with a message about finished files instead of tracebacks.
 
-    Snakemake still waits for running jobs and unlocks the folder. A second Ctrl-C ends the wait.
-    A SIGINT handler that another program has set is not replaced. Only the Snakemake process that
-    the user started (``is_main``) prints the message.
+    Snakemake still waits for running jobs and unlocks the working folder. A second Ctrl-C ends the
+    wait. A SIGINT handler that other code has set is not replaced. The message is printed only if
+    ``is_main`` is true, which is the case in the Snakemake process that the user started.
     """
     is_main_thread = threading.current_thread() is threading.main_thread()
     replaced = (signal.default_int_handler, _end_before_jobs)
@@ -144,8 +144,8 @@ def explain_interrupts(results: str, *, is_main: bool) -> None:
         os._exit(128 + signal.SIGINT)
 
     def end_at_once(_number: int, _frame: FrameType | None) -> None:
-        # SystemExit ends Snakemake's wait and unlocks the folder. When Python exits, it calls
-        # these functions and then waits for the threads of all jobs that still run.
+        # SystemExit ends Snakemake's wait and unlocks the folder. At exit, Python would then wait
+        # for the threads of all running jobs, unless the registered function ends the process.
         try:
             threading._register_atexit(  # pyright: ignore[reportAttributeAccessIssue]
                 exit_without_waiting
@@ -156,45 +156,46 @@ def explain_interrupts(results: str, *, is_main: bool) -> None:
 
     def end(_number: int, _frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, end_at_once)
-        # Otherwise Snakemake would report each interrupted job as failed. The jobs' logs contain
-        # the reason.
+        # Otherwise, Snakemake would report every interrupted job as failed. The logs of the jobs
+        # contain the reason.
         logging.disable(logging.CRITICAL)
         if is_main:
             print("\nStopping after Ctrl-C: waiting for jobs to clean up.", file=sys.stderr)
             atexit.register(print, goodbye, file=sys.stderr)
-        # Snakemake's scheduler handles this like a KeyboardInterrupt.
+        # Snakemake's scheduler handles SystemExit like KeyboardInterrupt.
         raise SystemExit(128 + signal.SIGINT)
 
     signal.signal(signal.SIGINT, end)
 
 
-# The beginning of a log's last line. Snakemake measures memory at intervals and can miss the peak.
+# The last line of a job's log begins with these words, and states the peak of memory. Snakemake
+# measures memory only at intervals, and can miss the peak.
 PEAK = "peak memory: "
 _MORE_MEMORY = (
     "Lower compute.memory_mb, which limits the size of arrays, or compute.batch_size. Or give the "
-    "job more memory. A job needs compute.memory_mb, 1500 MiB for torch and the study's data, and "
-    "space for the weights of a large model. On a cluster, use --set-resources RULE:mem_mb=... "
+    "job more memory. A job needs compute.memory_mb, plus 1500 MiB for torch and the study's data, "
+    "plus the weights of a large model. On a cluster, use --set-resources RULE:mem_mb=... "
     "On one machine, run fewer jobs at the same time (--cores)."
 )
 
 
 def _explained(error: Exception) -> str | None:
-    """Return a message that says how to correct an error, or None for a bug in this library."""
+    """Return a message that explains how to correct an error, or None for an unexpected error."""
     if isinstance(error, InputError):
         return str(error)
     if reason := disk_full_reason(error):
         return (
-            f"the disk must have space for a job's files and log. Found: {reason}. Free space, or "
-            "raise the quota or limit, and run snakemake again. Finished files are kept."
+            f"the disk must have space for a job's files and log. Found: {reason}. Free some "
+            "space, or raise the quota or limit. Then run snakemake again. Finished files are kept."
         )
     if caused_by_out_of_memory(error):
         reason = (str(error).splitlines() or [""])[0] or type(error).__name__
-        return f"the job must have enough memory. It ran out: {reason} {_MORE_MEMORY}"
+        return f"the job must have enough memory. It ran out of memory: {reason} {_MORE_MEMORY}"
     return None
 
 
 def _write_error(message: str, terminal: int) -> None:
-    """Write a message to the log, or to the terminal if the disk of the log is full."""
+    """Write an error message to the log, or to ``terminal`` if the disk of the log is full."""
     # A file name in the message can contain bytes that are not valid UTF-8.
     text = f"Error: {message}\n".encode(errors="backslashreplace")
     for descriptor in (2, terminal):
@@ -216,12 +217,12 @@ def _peak_mib() -> float | None:
 def logged_to(path: str) -> Generator[None, None, None]:
     """Redirect standard output and error, including those of C libraries, to a job's log file.
 
-    SIGTERM and Ctrl-C end the job, delete its unfinished files, and write a message to the log. The
-    last line of a successful job's log states its peak memory.
+    On SIGTERM or Ctrl-C, the job ends, its unfinished files are deleted, and a message is written
+    to the log. If the job succeeds, the last line of the log states its peak memory.
 
     Raises:
-        SystemExit: In place of an ``InputError`` and of the errors for a full disk and for too
-            little memory. The log then contains a message without a traceback.
+        SystemExit: In place of an ``InputError``, or of an error for a full disk or too little
+            memory. The log then contains a message without a traceback.
     """
     stop_cleanly()
     terminal = os.dup(2)
@@ -242,14 +243,14 @@ def logged_to(path: str) -> Generator[None, None, None]:
             sys.stdout.flush()
         _write_error(message, terminal)
         if disk_full_reason(error) is not None:
-            # At a normal exit, HDF5 would try to write again and crash.
+            # At a normal exit, HDF5 would try to write the file again, and crash.
             os._exit(1)
         raise SystemExit(1) from None
 
 
-# Params by which Snakemake decides whether to rerun a job. Stages need not accept them.
+# Params that only make Snakemake run a job again if they change. Stages need not accept them.
 _TRIGGERS = {"code", "signature", "digest"}
-# The modules of stages that are not in a module of the same name.
+# The module of each stage that is not in a module of its own name.
 _MODULES = {
     "average_targets": "compute_scores",
     "compute_embeddings": "compute_outputs",
@@ -262,17 +263,17 @@ _MODULES = {
 
 
 def stage_module(name: str) -> str:
-    """Return the full name of the module that defines a stage."""
+    """Return the dotted name of the module that contains the stage ``name``."""
     return f"trak_core.stages.{_MODULES.get(name, name)}"
 
 
 def stage_of(name: str) -> Callable[..., None]:
-    """Return the function that implements a stage."""
+    """Return the function of the stage ``name``."""
     return getattr(importlib.import_module(stage_module(name)), name)
 
 
 def convert_param(value: Any, hint: Any) -> Any:
-    """Return a value from Snakemake, converted to the type ``hint`` of a stage's parameter."""
+    """Return a value from Snakemake, converted to ``hint``, the annotation of a parameter."""
     from trak_core.settings import FeaturesSpec, NormalSpec, RetrainedSpec, ScoresSpec, parse_spec
 
     kinds = (hint, *typing.get_args(hint))
@@ -286,26 +287,26 @@ def convert_param(value: Any, hint: Any) -> Any:
 
 
 def import_stages() -> None:
-    """Import all stages, and the modules that they use, in the server that forks jobs."""
+    """Import all stages and the modules that they use, before jobs are forked."""
     quiet_libraries()
     stages = Path(__file__).parents[1] / "stages"
     names = [f"trak_core.stages.{file.stem}" for file in stages.glob("[a-z]*.py")]
-    # Jobs import these modules only if they need them.
+    # Stages import pandas, tables and Matplotlib only when they need them, so they are added here.
     for name in (*names, "pandas", "tables", "matplotlib.backends.backend_agg"):
         importlib.import_module(name)
     importlib.import_module("trak_core.projection.cpu.project").load_compiler()
 
 
 def run_script(job: Any) -> None:
-    """Run the job of a Snakemake script, and write its output to its log."""
+    """Run the job of a Snakemake script, and write everything that it prints to the job's log."""
     with logged_to(job.log[0]):
         run(job)
 
 
 def run(job: Any) -> None:
-    """Call the stage of a job with those values from its rule that the stage takes."""
+    """Call the stage of a job with those values of the job that the stage accepts."""
     own = {**dict(job.params.items()), **dict(job.input.items()), **dict(job.output.items())}
-    # Files and params take precedence, because an input file can have the name of a wildcard.
+    # An input file can have the same name as a wildcard. Files and params take precedence.
     others = {"threads": job.threads, **dict(job.wildcards.items()), **dict(job.resources.items())}
     named: dict[str, Any] = others | own
     name, named["code"] = named["code"].split()

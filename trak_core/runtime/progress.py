@@ -1,4 +1,4 @@
-"""Show progress: as lines in the logs of jobs, and as progress bars elsewhere."""
+"""Show progress as lines in the logs of jobs, and as progress bars elsewhere."""
 
 import sys
 import time
@@ -11,7 +11,8 @@ from functools import cache
 from typing import TypeVarTuple
 
 _WIDTH, _SECONDS = 20, 10.0
-# A function that takes the number of rows that were just finished, or None in a job.
+# The function to call with the number of rows that were just finished. In a job, it is None, and
+# progress is printed.
 _advance: ContextVar[Callable[[int], object] | None] = ContextVar("_advance", default=None)
 
 Rest = TypeVarTuple("Rest")
@@ -19,7 +20,7 @@ Rest = TypeVarTuple("Rest")
 
 @contextmanager
 def reported_to(advance: Callable[[int], object]) -> Generator[None, None, None]:
-    """Make ``with_progress`` call ``advance`` with each block's number of rows, and not print."""
+    """Make ``with_progress`` call ``advance(n_rows)`` for each block instead of printing."""
     token = _advance.set(advance)
     try:
         yield
@@ -29,24 +30,24 @@ def reported_to(advance: Callable[[int], object]) -> Generator[None, None, None]
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A progress bar. ``advance`` takes the number of rows processed since the last call."""
+    """A progress bar, which ``advance(n_rows)`` moves forward by ``n_rows``."""
 
     advance: Callable[[int], object]
 
     def counting(self) -> AbstractContextManager[None]:
-        """Advance the bar by the rows that ``with_progress`` yields within the context."""
+        """Return a context in which ``with_progress`` moves this bar forward."""
         return reported_to(self.advance)
 
     def silent(self) -> AbstractContextManager[None]:
-        """Ignore the rows that ``with_progress`` yields within the context, and print nothing."""
+        """Return a context in which ``with_progress`` neither moves this bar nor prints."""
         return reported_to(lambda n_rows: None)
 
 
 @contextmanager
 def progress_bar(name: str, total: int) -> Generator[Bar, None, None]:
-    """Yield a progress bar. Outside terminals and notebooks, it prints lines on standard error."""
+    """Yield a progress bar. Outside terminals and notebooks, it is updated every ten seconds."""
     outer = _advance.get()
-    if outer is not None:  # An outer bar counts the rows.
+    if outer is not None:  # An outer progress bar already counts the rows.
         yield Bar(outer)
         return
     with warnings.catch_warnings():
@@ -62,14 +63,14 @@ def progress_bar(name: str, total: int) -> Generator[Bar, None, None]:
 
 def print_line(text: str) -> None:
     """Print a line. If a progress bar is shown, it is redrawn below the line."""
-    tqdm = sys.modules.get("tqdm")  # ``progress_bar`` imports it.
+    tqdm = sys.modules.get("tqdm")  # It was imported if a progress bar was shown.
     with tqdm.tqdm.external_write_mode(nolock=True) if tqdm else nullcontext():
         print(text, flush=True)
 
 
 @cache
 def notice(text: str) -> None:
-    """Print a notice once in a process."""
+    """Print a notice. If the same notice was already printed in this process, do nothing."""
     print_line(f"Notice: {text}")
 
 
@@ -82,10 +83,10 @@ def log(text: str) -> None:
 def with_progress(
     blocks: Iterable[tuple[int, int, *Rest]], n_rows: int, unit: str
 ) -> Iterator[tuple[int, int, *Rest]]:
-    """Yield blocks of rows, and print the progress every ten seconds and at the end.
+    """Yield the ``blocks``, and print the progress every ten seconds and at the end.
 
-    ``blocks`` are tuples that begin with the start and stop of consecutive rows. ``unit`` is the
-    plural name of the rows, such as "samples".
+    A block is a tuple that begins with the start and stop index of its rows. ``n_rows`` is the
+    total number of rows, and ``unit`` is what they are called, such as "samples".
     """
     advance = _advance.get()
     began = printed = time.monotonic()
@@ -105,6 +106,6 @@ def with_progress(
 
 
 def blocks_with_progress(n_rows: int, block: int, unit: str) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of blocks of rows, and print progress as ``with_progress`` does."""
+    """Yield (start, stop) for each block of ``block`` rows, and show progress while iterating."""
     starts = range(0, n_rows, block)
     yield from with_progress(((i, min(i + block, n_rows)) for i in starts), n_rows, unit)

@@ -1,4 +1,4 @@
-"""Specs: frozen dataclasses with the settings that determine the numeric results of a job."""
+"""Frozen dataclasses, called specs, with the settings that determine the results of a job."""
 
 from trak_core.settings.projection import (
     ProjectionKind,

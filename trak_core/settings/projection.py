@@ -12,11 +12,11 @@ from trak_core.errors import InputError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """Properties of a kind of projection. ``projection/reference.py`` defines the entries of R.
+    """Properties of a kind of projection matrix R, defined in ``projection/reference.py``.
 
     Attributes:
-        tag: The kind's number in Philox's counter. No other kind may ever use this number. None if
-            R is not random.
+        tag: A number that identifies the kind in the counter of the random number generator Philox.
+            It must never be used for another kind. None if R is not random.
         nested: Whether the first k columns of a wider matrix equal the matrix with k columns.
         power_of_two: Whether proj_dim must be a power of two.
         of_matrices: Whether R depends on the shapes of the parameters as matrices. Each row of R
@@ -47,23 +47,24 @@ class ProjectionKind(StrEnum):
 
     @property
     def tag(self) -> int:
-        """The kind's number in the counter of Philox."""
+        """The number that identifies the kind in the counter of the generator Philox."""
         assert self.about.tag is not None
         return self.about.tag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectionSpec:
-    """A projection matrix R of shape (n_params, proj_dim), fully determined by these fields.
+    """The fields that fully determine a projection matrix R of shape (n_params, proj_dim).
 
-    Entry R[g, j] is a function of (kind, seed, stream, g, j), and of proj_dim and shapes if the
-    kind is not nested. ``n_params`` determines the number of rows, but not their entries.
+    Entry R[g, j] is a function of kind, seed, stream, g and j. If the kind is not nested, the entry
+    also depends on proj_dim and shapes. ``n_params`` determines only the number of rows.
 
     Attributes:
-        kind: The definition of the entries.
-        n_params: Number of rows, the size p of a flattened gradient, below 2^56.
-        proj_dim: Number of columns, the size k of a projected gradient. It must be a power of two
-            for ``hadamard``, and equal to n_params for ``identity``.
+        kind: The kind of projection, which defines how entries are computed.
+        n_params: Number of rows, which is the length of a flattened gradient. It must be below
+            2^56.
+        proj_dim: Number of columns, which is the length of a projected gradient. It must be a power
+            of two for ``hadamard``, and equal to n_params for ``identity``.
         seed: The seed in the config, an unsigned 64-bit integer.
         stream: An unsigned 32-bit integer that ``stream_of`` derives from the checkpoint's id, so
             that checkpoints with the same seed have different matrices.
@@ -117,14 +118,14 @@ class ProjectionSpec:
         if self.kind is ProjectionKind.IDENTITY and self.proj_dim != self.n_params:
             raise InputError(
                 "proj_dim must equal n_params for the projection kind identity. "
-                f"Found proj_dim {self.proj_dim}, n_params {self.n_params}.",
+                f"Found proj_dim {self.proj_dim} and n_params {self.n_params}.",
                 code="spec.identity_size",
             )
 
     def _check_shapes(self) -> None:
         if self.shapes is None and self.kind.about.of_matrices:
             raise InputError(
-                f"The projection kind {self.kind} requires the parameters' `shapes`. Found None.",
+                f"The projection kind {self.kind} needs the `shapes` of parameters. Found None.",
                 code="spec.no_shapes",
             )
         if self.shapes is None:
@@ -138,8 +139,8 @@ class ProjectionSpec:
         entries = [rows * columns for rows, columns in shapes]
         if min(entries) < 1 or sum(entries) != self.n_params:
             raise InputError(
-                "The projection's shapes must have n_params entries in total, and none may be "
-                f"empty. Found {sum(entries)} entries, n_params {self.n_params}.",
+                "The projection's shapes must have n_params entries in total, and no shape may be "
+                f"empty. Found {sum(entries)} entries, and n_params is {self.n_params}.",
                 code="spec.shapes",
             )
         object.__setattr__(self, "shapes", shapes)
@@ -151,7 +152,7 @@ class ProjectionSpec:
 
     @property
     def scale(self) -> float:
-        """The factor that makes E<Rx, Ry> = <x, y>.
+        """The factor by which R is multiplied so that inner products are preserved on average.
 
         It is 1 for ``identity`` and ``tensor_sketch``, and 1/sqrt(proj_dim) for the other kinds.
         """
@@ -165,22 +166,22 @@ class ProjectionSpec:
         return values if shapes is None else {**values, "shapes": [list(s) for s in shapes]}
 
     def scaled(self) -> dict[str, Any]:
-        """Return the fields as plain values, with ``scale``, for a file of scaled features."""
+        """Return the fields and ``scale`` as plain values, for a file of scaled features."""
         return {**self.as_dict(), "scale": "1" if self.scale == 1 else "1/sqrt(proj_dim)"}
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Return a parameter's shape as a matrix. All dimensions after the first are flattened."""
+    """Return the shape of a parameter as a matrix: all dimensions after the first are flattened."""
     return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
 
 
-# The limits of n_params * proj_dim for a dense matrix, which then takes 1 to 2 ms for each sample
-# on one core, and of n_params for the fast transform (benchmarks/RESULTS.md).
+# A dense matrix is used up to this product n_params * proj_dim, which takes 1 to 2 ms per sample on
+# one core. The fast Hadamard transform is used up to this n_params (benchmarks/RESULTS.md).
 _DENSE_PRODUCTS, _TRANSFORMED_PARAMS = 2**27, 2**24
 
 
 def usual_kind(n_params: int, proj_dim: int) -> ProjectionKind:
-    """Return the default kind: the cheapest kind that is as accurate as a dense matrix.
+    """Return the default kind of projection: the cheapest one as accurate as a dense matrix.
 
     The default is ``rademacher`` for small models, ``hadamard`` up to 16.8 million parameters if
     ``proj_dim`` is a power of two, and ``tensor_sketch`` otherwise.
@@ -193,5 +194,5 @@ def usual_kind(n_params: int, proj_dim: int) -> ProjectionKind:
 
 
 def stream_of(checkpoint: str) -> int:
-    """Return the projection stream of a checkpoint: the 32-bit blake2b digest of its id."""
+    """Return a 32-bit hash of a checkpoint's id, which makes its projection differ from others."""
     return int.from_bytes(hashlib.blake2b(checkpoint.encode(), digest_size=4).digest(), "little")

@@ -1,4 +1,4 @@
-"""The spec of each kind of job: all settings that can change its results."""
+"""The spec of each kind of job, with all settings that can change the job's results."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -15,27 +15,30 @@ from trak_core.settings.projection import (
     usual_kind,
 )
 
-# The name for gradients that are not projected, used as the projection kind in configs and files.
+# The projection kind in configs and files for gradients that are not projected.
 EXACT = "exact"
-# Splits of samples: the training samples, and candidates for selection, on which no model was
-# trained. Each other split contains an experiment's targets.
+# The splits of samples with fixed names: the training samples, and new samples from which
+# `lists.select` chooses. Every other split contains an experiment's targets.
 TRAIN, POOL = "train", "pool"
-# The column of targets that are means over experiments. It contains the experiments' names, with
-# LESS between the experiments that are averaged and those that are subtracted.
+# If a target is the mean over an experiment, this column contains the experiment's name. If another
+# experiment's mean is subtracted, its name follows after LESS.
 MEAN_OF, LESS = "mean_of", ", less that of "
 OPTIMIZER_FILE = "optimizer.pt"  # the optimizer's state in a checkpoint folder of transformers
 ADAPTER_CONFIG = "adapter_config.json"  # the settings in an adapter folder of PEFT
 
 
 class Weighting(StrEnum):
-    """The weights W of samples in the normal matrix: 1, or a power of the loss's curvature in f."""
+    """The weights of samples in the normal matrix.
+
+    A weight is 1, or a power of the second derivative of the loss by the model output.
+    """
 
     PLAIN = "plain"
     CURVATURE = "curvature"
 
 
 class Combine(StrEnum):
-    """How checkpoints and loss weights are combined (docs/explanation/scores.md)."""
+    """How the checkpoints and loss weights are combined (docs/explanation/scores.md)."""
 
     PRODUCT_OF_AVERAGES = "product_of_averages"
     AVERAGE_OF_PRODUCTS = "average_of_products"
@@ -43,14 +46,15 @@ class Combine(StrEnum):
 
     @property
     def divides_by_norm(self) -> bool:
-        """Whether each checkpoint's scores are divided by the norm ||B|| (``scores.md``)."""
+        """Whether scores of a checkpoint are divided by their norm over the training samples."""
         return self is Combine.UNIT_AVERAGE
 
 
 def curvature_power(weighting: str, power: float, *, is_probability: bool) -> float | None:
-    """Return the power of the curvature in W, or None for W = 1 (docs/explanation/scores.md).
+    """Return the power of the curvature that weights samples, or None if weights are equal.
 
-    The power is ``power`` if the loss weights are probabilities (``is_probability``), else 1.
+    If the loss weights are probabilities (``is_probability``), the result is ``power``, which is
+    the power of the loss weights. Otherwise, it is 1.
     """
     if Weighting(weighting) is Weighting.PLAIN:
         return None
@@ -68,14 +72,15 @@ class Setting:
 
     @property
     def loss_weighting(self) -> tuple[float, Combine]:
-        """The settings that involve loss weights."""
+        """The settings that determine how loss weights are used."""
         return self.loss_weight_power, self.combine
 
 
 def settings_of(sweep: Mapping[str, Sequence[Any]] | None, own: Setting) -> list[Setting]:
-    """Return the Cartesian product of a sweep's values, sorted, or [] without a sweep.
+    """Return all combinations of a sweep's values, sorted, or [] without a sweep.
 
-    All values of ``combine`` are used, and the config's values, ``own``, are added to the sweep's.
+    The config's values, ``own``, are added to the values of the sweep. All values of ``combine``
+    are used.
     """
     if sweep is None:
         return []
@@ -86,7 +91,7 @@ def settings_of(sweep: Mapping[str, Sequence[Any]] | None, own: Setting) -> list
 
 
 def ordered(value: Any) -> Any:
-    """Return plain values with sorted keys and lists, because Snakemake compares params as text."""
+    """Return plain values with keys sorted and tuples as lists. Snakemake compares their text."""
     if isinstance(value, Mapping):
         return {str(key): ordered(value[key]) for key in sorted(value, key=str)}
     return [ordered(item) for item in value] if isinstance(value, list | tuple) else value
@@ -96,12 +101,13 @@ def ordered(value: Any) -> Any:
 class FeaturesSpec:
     """The settings that determine features, a Gramian or embeddings.
 
-    A spec is a param of the rule, is stored in the file, and is compared when files are combined.
+    The settings are a param of the Snakemake rule, and are stored in the file. When files are
+    combined, their settings are compared.
 
     Attributes:
-        model_output: Name of the model output f.
-        parameter_patterns: Patterns for the names of the parameters with respect to which f is
-            differentiated. None for all parameters.
+        model_output: Name of the model output.
+        parameter_patterns: Patterns for the names of the parameters with respect to which the model
+            output is differentiated. None for all parameters.
         projection: The projection in the config, without ``kind`` if the model's size determines
             the kind, or ``{"kind": "exact"}`` if gradients are not projected.
         dtype: The dtype of stored features.
@@ -118,8 +124,8 @@ class FeaturesSpec:
         precision: The precision of float32 products, ``highest`` or ``high``.
     """
 
-    # ``as_dict`` omits these fields, which were added later, if they have these values. Therefore
-    # files of earlier versions remain valid.
+    # ``as_dict`` omits a field that has its value here. These fields were added in later versions,
+    # and files of earlier versions, which do not have them, thus remain valid.
     LEFT_OUT: ClassVar[Mapping[str, Any]] = {"label_draws": 0, "precision": "highest"}
 
     model_output: str
@@ -141,19 +147,20 @@ class FeaturesSpec:
         return self.projection.get("kind") == EXACT
 
     def under(self, checkpoint: str) -> Self:
-        """Return the spec of one checkpoint's features."""
+        """Return these settings for the features of one checkpoint."""
         state_dict = (self.state_dicts or {}).get(checkpoint)
         state_dicts = state_dict and {checkpoint: state_dict}
         return replace(self, checkpoint=checkpoint, state_dicts=state_dicts)
 
     def of(self, split: str, targets_digest: str | None = None) -> Self:
-        """Return the spec of one split. ``targets_digest`` is None for the training samples."""
-        # Features of targets do not depend on draws, but exact products with drawn gradients do.
+        """Return these settings for one split. The training samples have no ``targets_digest``."""
+        # Label draws add products with targets to an exact Gramian, but do not affect features of
+        # targets.
         draws = self.label_draws if split == TRAIN or self.is_exact else 0
         return replace(self, split=split, targets_digest=targets_digest, label_draws=draws)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values for JSON, without the values in ``LEFT_OUT``."""
+        """Return the fields as plain values for JSON, without those at a value in ``LEFT_OUT``."""
         values = ordered(asdict(self))
         return {k: v for k, v in values.items() if k not in self.LEFT_OUT or v != self.LEFT_OUT[k]}
 
@@ -163,10 +170,11 @@ class NormalSpec:
     """The settings that determine a checkpoint's normal matrix.
 
     Attributes:
-        features: The spec of the features.
-        weighting: ``plain`` or ``curvature``.
-        curvature_power: Power of the curvature in W. None if ``plain``.
-        norm_power: Power of the loss weights in the norm ||B|| that divides scores, or None.
+        features: The settings of the features.
+        weighting: How training samples are weighted, ``plain`` or ``curvature``.
+        curvature_power: Power of the curvature in the weights. None for ``plain``.
+        norm_power: Power of the loss weights in the norm by which scores are divided. None if
+            scores are not divided.
         normalize: Whether the training samples' features are divided by their norms.
     """
 
@@ -184,10 +192,10 @@ class NormalSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoresSpec(NormalSpec):
-    """The settings that determine the scores of one checkpoint, or of all if ``runs`` is given.
+    """The settings that determine the scores of one checkpoint or, with ``runs``, of all.
 
     Attributes:
-        damping: Damping relative to the weighted mean of the features' squared norms, at least 0.
+        damping: Damping in units of the weighted mean of the features' squared norms, at least 0.
         experiment: Name of the experiment. None for self-influences.
         targets_digest: Hash of the experiment's target ids.
         runs: For each run, the ids of its checkpoints in the order of saving. For the scores of one
@@ -207,19 +215,19 @@ class ScoresSpec(NormalSpec):
 
     @property
     def checkpoints(self) -> list[str]:
-        """The sorted ids of all checkpoints. Lists of files of the checkpoints have this order."""
+        """The sorted ids of all checkpoints. Lists with a file per checkpoint have this order."""
         assert self.runs is not None
         return sorted(checkpoint for run in self.runs.values() for checkpoint in run)
 
     @property
     def ends(self) -> list[str]:
-        """The sorted ids of every run's last checkpoint. Tables contain these models' outputs."""
+        """The sorted ids of the last checkpoint of each run, whose outputs are in the tables."""
         assert self.runs is not None
         return sorted(run[-1] for run in self.runs.values())
 
     @property
     def along_runs(self) -> list[str]:
-        """The ids of all checkpoints, ordered so that the first ones differ in run and in time."""
+        """The ids of all checkpoints, in an order that alternates between runs and times."""
         assert self.runs is not None
         rounds = max(len(run) for run in self.runs.values())
         return [
@@ -230,30 +238,30 @@ class ScoresSpec(NormalSpec):
         ]
 
     def under(self, checkpoint: str) -> Self:
-        """Return the spec of one checkpoint's scores."""
+        """Return these settings for the scores of one checkpoint."""
         features = self.features.under(checkpoint)
         return replace(self, features=features, runs=None, combine=None, loss_weight_power=None)
 
     def of_train(self) -> FeaturesSpec:
-        """Return the spec of the training samples' features."""
+        """Return the settings of the training samples' features."""
         return self.features.of(TRAIN)
 
     def of_pool(self) -> FeaturesSpec:
-        """Return the spec of the features of the pool's samples."""
+        """Return the settings of the features of the pool's samples."""
         return self.features.of(POOL, self.pool_digest)
 
     def of_self_influence(self) -> Self:
-        """Return the spec of self-influences with the same settings."""
+        """Return these settings for self-influences, which have no targets."""
         return replace(self, experiment=None, targets_digest=None, pool_digest=None)
 
     def of_normal_matrix(self) -> NormalSpec:
-        """Return the spec of the normal matrix for one checkpoint's scores."""
+        """Return the settings of the normal matrix from which these scores are computed."""
         values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(NormalSpec)}
         values["features"] = self.of_train()
         return NormalSpec(**values)
 
     def of_targets(self) -> FeaturesSpec:
-        """Return the spec of the targets' features."""
+        """Return the settings of the targets' features."""
         assert self.experiment is not None
         return self.features.of(self.experiment, self.targets_digest)
 
@@ -265,14 +273,15 @@ class RetrainedSpec:
     Attributes:
         subsets: The kind of subset, such as ``random``. ``stages/retrain.py`` describes the kinds.
         arguments: Arguments of the study's ``train`` other than ``seed`` and ``data``.
-        model_output: Name of the model output f, which is stored for every target.
+        model_output: Name of the model output, which is stored for every target.
         seeds: Number of training runs on each subset.
-        seed: Seed of the draws and of the training runs.
+        seed: Seed from which the subsets and the seeds of training are drawn.
         n_removed: Numbers of samples to remove, or fractions of the number of training samples.
         draws: Number of random removals of each size.
         fraction: Fraction of the training samples in a random subset.
-        run_seeds: Seeds of the study's runs, with which a model is trained on every subset.
-            ``train`` then gets ``sample_weights`` instead of ``data``. None for other seeds.
+        run_seeds: Seeds of the config's runs, with each of which a model is trained on every
+            subset. ``train`` then gets ``sample_weights`` instead of ``data``. None for other
+            seeds.
     """
 
     subsets: str
@@ -292,12 +301,12 @@ class RetrainedSpec:
 
 
 def subset_size(n_train: int, fraction: float) -> int:
-    """Return a fraction of the number of training samples, rounded down."""
-    return int(n_train * fraction + 1e-9)  # in float64, 0.29 * 100 is slightly less than 29
+    """Return the given fraction of the number of training samples, rounded down."""
+    return int(n_train * fraction + 1e-9)  # In float64, 0.29 * 100 is slightly less than 29.
 
 
 def removed_sizes(n_removed: Sequence[float], n_train: int) -> list[int]:
-    """Return numbers of samples, without duplicates. Those below 1 are fractions of ``n_train``."""
+    """Return the numbers of samples to remove. Values below 1 are fractions of ``n_train``."""
     sizes = (n if n >= 1 else max(1, round(n * n_train)) for n in n_removed)
     return list(dict.fromkeys(map(int, sizes)))
 
@@ -308,7 +317,7 @@ def projection_of(spec: FeaturesSpec, shapes: Sequence[Sequence[int]]) -> Projec
     matrices = [matrix_shape(shape) for shape in shapes if prod(shape)]
     n_params = sum(map(prod, matrices))
     values = {"kind": usual_kind(n_params, spec.projection["proj_dim"]), **spec.projection}
-    # For an unknown kind, ProjectionSpec raises the error.
+    # An unknown kind raises no error here, because ProjectionSpec raises one.
     of_matrices = any(k == values["kind"] and k.about.of_matrices for k in ProjectionKind)
     return ProjectionSpec(
         **values,
@@ -322,7 +331,7 @@ Spec = TypeVar("Spec", FeaturesSpec, NormalSpec, ScoresSpec, RetrainedSpec)
 
 
 def parse_spec(kind: type[Spec], plain: Mapping[str, Any]) -> Spec:
-    """Return the spec for which ``as_dict`` returns these values."""
+    """Return the spec of class ``kind`` whose ``as_dict()`` returned these values."""
     if not issubclass(kind, NormalSpec):
         return kind(**plain)
     names = plain.keys() & {field.name for field in fields(kind)}

@@ -1,6 +1,6 @@
 """Select targets by conditions on their columns, such as ``label == 3 and prediction != label``.
 
-A condition is parsed, never executed as Python. Only comparisons are accepted.
+A condition is never executed as Python code. It is parsed, and only comparisons are accepted.
 """
 
 import ast
@@ -27,7 +27,7 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """Comparisons of columns with each other or with constants, joined by and, or, not.
+    """Comparisons between columns, or of columns with constants, joined by and, or, not.
 
     Example:
         >>> import numpy as np
@@ -41,7 +41,7 @@ class Condition:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the parsed condition. Anything other than comparisons raises an ``InputError``."""
+        """Return a condition parsed from text. Raise an error if it is not made of comparisons."""
         if len(text) > 1000:
             raise _refusal(f"{text[:40]}..., {len(text)} characters")
         try:
@@ -53,7 +53,7 @@ class Condition:
 
     @property
     def columns(self) -> list[str]:
-        """The sorted names of the columns in the condition."""
+        """The sorted names of the columns that the condition compares."""
         return sorted({node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)})
 
     def check_columns(self, study_columns: Iterable[str]) -> None:
@@ -61,14 +61,14 @@ class Condition:
         known = [*TARGET_COLUMNS, *study_columns]
         if unknown := [name for name in self.columns if name not in known]:
             raise InputError(
-                f"experiments: `where: {self.text}` may only use columns of the targets: "
-                f"{', '.join(known)}. Found {unknown[0]}. Put texts in quotes. The study's "
-                "target_columns() can add columns.",
+                f"experiments: `where: {self.text}` may use only columns of the targets: "
+                f"{', '.join(known)}. Found {unknown[0]}. If this is a text, put it in quotes. To "
+                "add columns, define target_columns() in the study.",
                 code="spec.condition_column",
             )
 
     def holds(self, table: Mapping[str, Any]) -> Any:
-        """Return whether the condition is true for each target, shape (n,), bool.
+        """Return a boolean array of shape (n,) that tells for which targets the condition is true.
 
         ``table`` maps column names to NumPy arrays of shape (n,). Texts have dtype object.
         """
@@ -110,7 +110,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _constant(node: ast.expr) -> Any:
-    """Return the number or text in a node, or None if the node contains neither."""
+    """Return the value of a node that is a number or a text, or None for any other node."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         number = _constant(node.operand)
         return -number if isinstance(number, int | float) else None
@@ -121,15 +121,15 @@ def _constant(node: ast.expr) -> Any:
 
 def _refusal(piece: str) -> InputError:
     return InputError(
-        "experiments: `where` must be comparisons of columns (==, !=, <, <=, >, >=, in, not in) "
-        "with each other, with numbers or with quoted texts, joined by `and`, `or` and `not`, such "
-        f"as `label == 3 and prediction != label`. Found {piece!r}.",
+        "experiments: `where` must consist of comparisons (==, !=, <, <=, >, >=, in, not in), "
+        "joined by `and`, `or` and `not`. Each must compare a column with another column, a number "
+        f"or a quoted text, as in `label == 3 and prediction != label`. Found {piece!r}.",
         code="spec.condition",
     )
 
 
 def _check(node: ast.expr) -> None:
-    """Raise an error that quotes the first invalid part of a condition."""
+    """Raise an error for the first invalid part of a condition, which the message quotes."""
     if isinstance(node, ast.BoolOp):
         for value in node.values:
             _check(value)

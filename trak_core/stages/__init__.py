@@ -1,15 +1,14 @@
-"""Run the jobs of the workflow. Each rule has a function with its name, called a stage.
+"""The functions that run the jobs of the workflow, called stages.
 
-``stage_module`` in ``runtime/job.py`` returns the module of each function.
-
-A stage reads files, checks that they belong together, computes a result, and writes it atomically
-to the path in its first argument. These arguments have the same meaning in all stages:
+Each rule has a stage with the rule's name. ``stage_module`` in ``runtime/job.py`` returns its
+module. A stage reads files, checks that they belong together, computes a result, and writes it
+atomically to the path in its first argument. These arguments have the same meaning in all stages:
 
     study_file    The study's Python file.
     checkpoint    The file or folder with the weights.
     spec          The settings that determine the result. Input files must be made with them.
-    targets       Ids of the experiment's targets; None for all samples of its file.
-    question      A file with the experiment's targets; None if the study contains them.
+    targets       Ids of the experiment's targets; None for all samples in the data.
+    question      A file with the experiment's targets; None if target_data() contains them.
     selected      At most one file from ``select_targets``, whose ids are used as ``targets``.
     code          The digest of the stage's code, stored in the file's provenance.
     device        ``auto``, ``cpu`` or ``cuda``, for gradients and the projection.
@@ -17,6 +16,6 @@ to the path in its first argument. These arguments have the same meaning in all 
     memory_mb     MiB for arrays. On CUDA, gradients and activations use the free GPU memory.
     threads       The number of CPU threads for torch and for the projection.
 
-The last four arguments do not change results, except for float32 rounding. An ``InputError`` says
-which file, study or memory limit must be changed.
+The last four arguments change results only by float32 rounding. If an ``InputError`` is raised, its
+message says which file, study or memory limit must be changed.
 """

@@ -1,4 +1,4 @@
-"""Read and write similarities, embeddings and blocks of rows for several stages."""
+"""Functions that several stages use, to open files and to read similarities and embeddings."""
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -37,7 +37,7 @@ PER_SAMPLE = ("labels", "outputs", "predictions")
 def open_made_for(
     path: Path, kind: ArtifactKind, spec: FeaturesSpec | ScoresSpec
 ) -> Generator[Artifact, None, None]:
-    """Open a file. Raise an error if it was made with settings other than ``spec``."""
+    """Open a file of results. Raise an error if it was made with settings other than ``spec``."""
     with open_artifact(path, kind) as file:
         check_made_for(file, spec)
         yield file
@@ -46,9 +46,10 @@ def open_made_for(
 def open_checkpoint_scores(
     stack: ExitStack, paths: Sequence[Path], spec: ScoresSpec, rule: str | None = None
 ) -> list[Artifact]:
-    """Return the files of scores of ``spec``'s checkpoints, after checking that they agree.
+    """Return the opened files with each checkpoint's scores.
 
-    ``rule`` is the rule that made the files if it is not the usual one. ``stack`` closes the files.
+    Raise an error if the files were not made with ``spec`` or do not belong together. ``stack``
+    closes the files. ``rule`` is the name of the rule that made the files, if not the usual one.
     """
     kind = EXACT_SCORES if spec.features.is_exact else CHECKPOINT_SCORES
     kind = kind if rule is None else replace(kind, rule=rule)
@@ -64,11 +65,12 @@ def stored_similarities(
     normalize: bool,
     in_memory: bool = False,
 ) -> list[ReadRows]:
-    """Return a function for each checkpoint that reads rows of its similarities A_c, shape (n, m).
+    """Return a function for each checkpoint that returns rows of its similarities.
 
-    If ``features`` is empty, ``parts`` contain A_c. Otherwise, rows are computed from ``features``
-    and the solved targets in ``parts``. The solved targets are read again for each block of rows,
-    unless ``in_memory`` is true.
+    The similarities are an array of shape (training samples, targets). If ``features`` is empty,
+    they are read from ``parts``. Otherwise, rows are computed from the features and the solved
+    targets in ``parts``. Unless ``in_memory`` is true, the solved targets are read again for each
+    block of rows.
     """
     if not features:
         return [read_rows(part.matrix("similarities")) for part in parts]
@@ -82,7 +84,7 @@ def stored_similarities(
 
 
 def positions(ids: Sequence[Any], of: Sequence[Any]) -> list[int]:
-    """Return the position in ``ids`` of each id in ``of``. A ``KeyError`` names a missing id."""
+    """Return the position in ``ids`` of each id in ``of``. A missing id raises a ``KeyError``."""
     position = {sample_id: i for i, sample_id in enumerate(ids)}
     return [position[sample_id] for sample_id in of]
 
@@ -94,10 +96,10 @@ def read_directions(
     train_ids: Sequence[Any],
     target_ids: Sequence[Any],
 ) -> Iterator[tuple[ReadRows, np.ndarray]]:
-    """Yield the embeddings of training samples and of targets, divided by their norms.
+    """Yield normalized embeddings of the training samples and targets for each checkpoint.
 
-    There is a file in ``paths``, and a yielded pair, for each checkpoint. Training embeddings are
-    yielded as a function that reads rows, target embeddings as an array of shape (m, width).
+    The embeddings of training samples are yielded as a function that reads rows. Those of targets
+    are yielded as an array of shape (targets, width). ``paths`` contains a file per checkpoint.
     """
     for path, checkpoint in zip(paths, checkpoints, strict=True):
         with open_made_for(path, EMBEDDINGS, spec.under(checkpoint)) as file:
@@ -111,7 +113,7 @@ def read_directions(
 
 
 def bm25_of_targets(study: "Study", train: "Split", target_ids: Any) -> Iterator[np.ndarray]:
-    """Yield the BM25 scores of all training texts for each target's text."""
+    """Yield the BM25 scores of all training texts for the text of each target."""
     return bm25_scores(study.words(train), study.words(study.split("target", target_ids)))
 
 
@@ -125,7 +127,7 @@ def embeddings_hashes(paths: Sequence[Path]) -> list[str]:
 
 
 def copy_rows(parts: Sequence[Artifact], key: str, values: MatrixWriter, block: int) -> None:
-    """Concatenate the rows of a matrix from several files, ``block`` rows at a time."""
+    """Copy the rows of a matrix in several files one after another, ``block`` rows at a time."""
     first = 0
     for part in parts:
         rows = part.matrix(key)
@@ -135,8 +137,8 @@ def copy_rows(parts: Sequence[Artifact], key: str, values: MatrixWriter, block: 
 
 
 def naming_in_file(naming: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those settings in a retraining job's ``naming`` that are stored in the job's file.
+    """Return the settings in a retraining job's ``naming`` that are stored in the job's file.
 
-    Specs of input files are left out, because the file stores content hashes of the input files.
+    Settings of input files are left out, because the file stores hashes of the input files instead.
     """
     return {key: value for key, value in naming.items() if not key.endswith("_spec")}

@@ -46,7 +46,10 @@ _SIGN = (
 def _with_study_columns(
     table: dict[str, np.ndarray], study_file: Path | None, question: Path | None, name: str
 ) -> dict[str, np.ndarray] | pd.DataFrame:
-    """Return a table of samples with their columns from the study, or from a file of samples."""
+    """Return a table of samples with the columns that the study, or a file of samples, adds.
+
+    ``question`` is this file. ``name`` is the split to which the samples belong.
+    """
     if (question is None or question.suffix == ".py") and study_file is None:
         return table
     # These modules import torch, so they are imported only if they are needed.
@@ -64,7 +67,7 @@ def _with_study_columns(
 def _check_shards(
     shards: Sequence[Artifact], file_spec: dict, made_of: list[str], n_train: int, top: int
 ) -> None:
-    """Check that the shards belong to these scores, are complete and are in order."""
+    """Raise an error if shards do not belong to these scores, are incomplete or in wrong order."""
     for number, shard in enumerate(shards, start=1):
         spec = {key: value for key, value in shard.spec.items() if key != "shard"}
         check_same("specification of shards", file_spec, spec, shard)
@@ -95,19 +98,19 @@ def average_scores(
     code: str,
     memory_mb: int,
 ) -> None:
-    """Combine the similarities A_c and loss weights of all checkpoints, in blocks of rows.
+    """Combine the similarities and loss weights of all checkpoints into an experiment's scores.
 
     If ``n_shards`` is above 1, the file contains only the scores of the training samples in one
-    ``shard``, numbered from 1. A later call joins the files ``shards``, in order. Joined scores are
-    bitwise equal to scores computed in one job.
+    ``shard``, numbered from 1. A later call joins the files ``shards``, which are in order. The
+    joined scores are bitwise equal to scores computed in one job.
 
-    ``features`` contains a file for each checkpoint if only solved targets were kept (``top_k``).
-    ``top`` is the number of largest scores of either sign to keep for each target. ``pool`` is the
-    file of the scored samples if they are not the training samples. Columns from this file, from
-    ``question`` and from the study are added to the tables. The file also stores ``columns`` (the
-    meaning of labels and predictions), ``defaults`` (the settings that the config leaves out),
-    ``output_words`` (the description of a user-defined model output) and ``mean_of`` (the
-    experiments whose mean is the target).
+    With ``keep: top_k``, the files ``checkpoint_scores`` contain no similarities, and ``features``
+    contains each checkpoint's features to compute them. ``top`` is the number of largest scores of
+    each sign to keep for each target. ``pool`` is the file of the scored samples if they are not
+    the training samples. Columns from this file, from ``question`` and from the study are added to
+    the tables. The file also stores ``columns`` (the meaning of labels and predictions),
+    ``defaults`` (the settings that the config leaves out), ``output_words`` (the description of a
+    user-defined model output) and ``mean_of`` (the experiments whose mean is the target).
     """
     assert spec.loss_weight_power is not None
     with ExitStack() as stack:
@@ -126,7 +129,8 @@ def average_scores(
         shard_need = average_need(n_train=stop - start, **sizes)
         solved_size = (solved_dim or 0) * n_targets
         in_memory = holds_solved(shard_need, block, memory_mb, len(parts), solved_size)
-        if not in_memory:  # All solved targets are read for each block, so large blocks are faster.
+        # If all solved targets are read again for each block, large blocks are faster.
+        if not in_memory:
             block = largest_block
         file_spec = spec.as_dict() | {
             "projection": {k: v for k, v in parts[0].spec["projection"].items() if k != "stream"},
@@ -135,7 +139,7 @@ def average_scores(
         made_of = [part.content_hash for part in parts]
         made_from = [part.provenance for part in parts]
         provenance = software(code, "cpu", "numpy", "pandas", made_from=made_from)
-        # Outputs and predictions come from the last checkpoint of each run.
+        # The tables contain outputs and predictions of the last checkpoint of each run.
         ends = [parts[spec.checkpoints.index(checkpoint)] for checkpoint in spec.ends]
         targets = sample_table(ends, "target", block)
         about = about_output({**(output_words or {}), "function": spec.features.model_output})
@@ -166,7 +170,7 @@ def average_scores(
         train = sample_table(ends, "train", block)
         if pieces:
             _check_shards(pieces, file_spec, made_of, n_train, top)
-            # If there are few training samples, some shards have no rows.
+            # With few training samples, some shards have no rows.
             pieces = [piece for piece in pieces if piece.has("helpful")]
         own_output = {} if output_words is None else {"model_output": json.dumps(output_words)}
         with create(
@@ -205,6 +209,6 @@ def average_scores(
                 writer.table("targets", named, ["id"])
             own = train, study_file, pool, POOL if pool else TRAIN
             writer.table("train", _with_study_columns(*own), ["id"])
-            # `sign` is not searchable, because it names a function in the queries of pandas.
+            # `sign` is not searchable, because pandas's queries have a function of this name.
             searchable = ["target_id", "rank", "train_id", "score"]
             writer.table("top_influences", influence_table(kept_scores, train, targets), searchable)

@@ -1,8 +1,8 @@
-"""Compare models that were retrained without chosen samples, or only on them.
+"""Compare the effects of removing chosen training samples and random ones.
 
-Two kinds of chosen samples are compared with random samples. For a target, the samples that help it
-most are removed, and the change in the target's output is measured. For a list, its samples are
-removed, or only they are kept, and the accuracy and loss on all targets are measured.
+For a target, models are retrained without the samples that help it most, and the change in the
+target's output is measured. For a list, models are retrained without the list's samples, or only on
+them, and the accuracy and loss on all targets are measured.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,10 +29,11 @@ from trak_core.runtime.files import file_digest
 from trak_core.settings import RetrainedSpec
 from trak_core.stages._shared import embeddings_hashes, naming_in_file, positions
 
-# The name of the subset with all training samples, and the text between the two subsets in the name
-# of a difference.
+# The name of the subset with all training samples. The name of a difference is the names of two
+# subsets with LESS between them.
 EVERYTHING, LESS = "everything", " less "
-# The range of each measure. A difference is between minus the upper bound and the upper bound.
+# The range of values of each measure. A difference ranges from minus the upper bound to the upper
+# bound.
 _BOUNDS = {"accuracy": (0.0, 1.0), "flips": (0.0, 1.0), "target_loss": (0.0, np.inf)}
 
 
@@ -46,15 +47,16 @@ def compare_removals(
     naming: dict[str, Any],
     code: str,
 ) -> None:
-    """Write tables of the outputs of retrained models.
+    """Write tables that compare the outputs of retrained models.
 
     ``docs/reference/files.md`` describes the tables.
 
-    The keys of ``naming`` are the methods by which samples were chosen: the kind of a list, or
-    ``top`` (by score), ``random`` and baselines. Each value is a list with the argument ``naming``
-    of each retraining job. ``retrained`` contains these jobs' files in the same order, made for
-    ``spec`` except for ``subsets``. ``named_by`` contains the file of the list, or the embeddings
-    for the baseline ``embedding_cosine``. ``scores`` is a file of scores for the measured targets.
+    The keys of ``naming`` are the methods that chose the samples: the kind of a list, or ``top``
+    (by score), ``random`` and baselines. Each value is a list with the argument ``naming`` of each
+    retraining job. ``retrained`` contains the files of these jobs in the same order. They were made
+    for ``spec``, except for ``subsets``. ``named_by`` contains the file of the list, or the
+    embeddings for the baseline ``embedding_cosine``. ``scores`` is a file of scores for the
+    measured targets.
     """
     with open_artifact(scores, SCORES) as file:
         targets, scores_hash = file.table("targets"), file.content_hash
@@ -106,10 +108,10 @@ def compare_removals(
 def _by_subset(
     by: str, parts: Sequence[np.ndarray], spec: RetrainedSpec, n_sizes: int
 ) -> dict[str, np.ndarray]:
-    """Return the models' values for m targets, by subset, shape (sizes, draws, seeds, m).
+    """Return the models' values by subset, as arrays of shape (sizes, draws, seeds, targets).
 
-    ``parts`` contains an array of shape (models, m) for each job. Models are in the order in which
-    ``retrain`` trains them.
+    ``parts`` contains an array of shape (models, targets) for each job. The models are in the order
+    in which ``retrain`` trains them.
     """
     if spec.subsets == "list":
         values = np.stack(parts, axis=1)[:, None]
@@ -120,7 +122,7 @@ def _by_subset(
         values = part.reshape(-1, spec.seeds, part.shape[1])
         random = values[1:].reshape(n_sizes, spec.draws, *values.shape[1:])
         return {EVERYTHING: values[:1, None], "random": random}
-    # A job trains models for each of its targets. Only these are measured on that target.
+    # A job trains models for each of its targets. A target is measured only on its own models.
     of_jobs = []
     for part in parts:
         m = part.shape[1]
@@ -131,12 +133,12 @@ def _by_subset(
 def measures(
     about: About, outputs: np.ndarray, predictions: np.ndarray, labels: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Return measures of models by name, float64, with the shape of ``outputs``.
+    """Return measures of retrained models by name, as float64 arrays shaped like ``outputs``.
 
-    ``output`` is f. For classes, ``accuracy`` is 1 if the prediction equals the label, else 0, and
-    ``target_loss`` is -log p(label) = log(1 + exp(-f)). For regression, ``target_loss`` is half the
-    squared error. For other model outputs, the loss cannot be computed from f. Outputs and
-    predictions have shape (..., m), and the targets' labels have shape (m,).
+    ``output`` is the model output f. For classes, ``accuracy`` is 1 if the prediction equals the
+    label, else 0, and ``target_loss`` is -log p(label) = log(1 + exp(-f)). For regression,
+    ``target_loss`` is half the squared error. For other model outputs, the loss cannot be computed
+    from f. Outputs and predictions have shape (..., targets), and labels have shape (targets,).
     """
     f = outputs.astype(np.float64)
     if about.labels_are_classes:
@@ -150,11 +152,12 @@ def measures(
 def effects(
     outputs: np.ndarray, predictions: np.ndarray, before: np.ndarray, predicted_before: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Return the effects of removing samples on outputs f and predictions by name, float64.
+    """Return the effects of removing samples on model outputs and predictions, by name.
 
     ``before`` and ``predicted_before`` are from models trained on all samples with the same seeds.
-    ``change`` is the change in f. If predictions are classes, ``flips`` is 1 where they differ,
-    else 0. If ``outputs`` is ``before`` itself, the only measure is ``output``, which is f.
+    ``change`` is the change in the model output. If predictions are classes, ``flips`` is 1 where a
+    prediction has changed, else 0. If ``outputs`` is ``before`` itself, the only measure is
+    ``output``, the model output.
     """
     if outputs is before:
         return {"output": before.astype(np.float64)}
@@ -169,9 +172,10 @@ def removal_tables(
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Return a table of means over seeds and targets, and a table of the means for each target.
 
-    ``values`` contains an array of shape (sizes, draws, seeds, m) for each subset and measure.
-    ``everything`` has one size, 0. The first subset after it is compared with every other subset.
-    Differences are between models with the same seed, so that effects of the seed cancel.
+    ``values`` contains an array of shape (sizes, draws, seeds, targets) for each subset and
+    measure. The subset ``everything`` has one size, 0. The first other subset is compared with each
+    of the remaining ones. Differences are between models with the same seed, so that effects of the
+    seed cancel.
     """
     summary, targets = [], []
     for measure in dict.fromkeys(name for of_subset in values.values() for name in of_subset):

@@ -1,4 +1,4 @@
-"""Compute and project the per-sample gradients of one split with one checkpoint."""
+"""Compute and project the gradients of the samples in one split, with one checkpoint."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,9 +35,10 @@ def compute_features(
     memory_mb: int,
     threads: int,
 ) -> None:
-    """Write the features of a split, or only of one ``shard``, numbered from 1 to ``n_shards``.
+    """Write the features of a split, or only of the samples in one ``shard`` of it.
 
-    The number of shards does not change the features, except for float32 rounding.
+    Shards are numbered from 1 to ``n_shards``. Their number changes the features only by float32
+    rounding.
     """
     torch.set_num_threads(threads)
     study = Study.load(study_file)

@@ -1,4 +1,4 @@
-"""Compute inner products of gradients, without a projection."""
+"""Compute the inner products of gradients that are not projected."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,10 +30,10 @@ def compute_gramian(
     memory_mb: int,
     threads: int,
 ) -> None:
-    """Write K = J J^T of the training samples, or K_t = J J_t^T between them and targets.
+    """Write the inner products of training gradients with each other, or with target gradients.
 
-    The rows of J are gradients of the model output. With ``spec.label_draws``, products of loss
-    gradients at drawn labels are also written. See ``inner_products``.
+    These are gradients of the model output. With ``spec.label_draws``, inner products of loss
+    gradients for drawn labels are also written. See ``inner_products``.
     """
     torch.set_num_threads(threads)
     study = Study.load(study_file)

@@ -34,8 +34,8 @@ def compute_outputs(
 ) -> None:
     """Write the label, model output and prediction of each sample in ``target_data()``.
 
-    The values are equal to those in a file of features, except for rounding. No gradients are
-    computed, so batches can be larger than with gradients.
+    Except for rounding, the values equal those in a file of features. No gradients are computed, so
+    batches can be larger than for features.
     """
     torch.set_num_threads(threads)
     study = Study.load(study_file)
@@ -72,7 +72,7 @@ def compute_outputs(
         writer.vector("predictions", predictions.numpy())
 
 
-# This number of samples are sorted by length together, and their embeddings are kept in memory.
+# Samples are sorted by length in groups of this size. The embeddings of one group are in memory.
 _WINDOW = 1024
 
 
@@ -88,7 +88,7 @@ def compute_embeddings(
     batch_size: int,
     threads: int,
 ) -> None:
-    """Write the input to the model's last linear layer for all training samples and targets.
+    """Write the input of the model's last linear layer for all training samples and targets.
 
     The frames ``train`` and ``targets`` have shape (samples, width of the layer's input).
     """

@@ -1,4 +1,4 @@
-"""Compute one checkpoint's scores from features, from a Gramian, or as means over targets."""
+"""Compute the scores of one checkpoint from features, from a Gramian, or as means of scores."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -42,7 +42,7 @@ from trak_core.stages._shared import PER_SAMPLE, open_made_for
 def compute_normal_matrix(
     *, normal_matrix: Path, features: Path, spec: NormalSpec, code: str, memory_mb: int
 ) -> None:
-    """Write the normal matrix of one checkpoint's features. See ``write_normal_matrix``."""
+    """Write the normal matrix of one checkpoint's features, as ``write_normal_matrix`` does."""
     with open_artifact(features, FEATURES) as train:
         write_normal_matrix(normal_matrix, train, spec, code=code, memory_mb=memory_mb)
 
@@ -59,15 +59,15 @@ def compute_scores(
     code: str,
     memory_mb: int,
 ) -> None:
-    """Write A_c = Phi_c (Phi_c^T W_c Phi_c + ridge_c I)^-1 T_c^T of one checkpoint.
+    """Write the similarities A_c = Phi_c (Phi_c^T W_c Phi_c + ridge_c I)^-1 T_c^T of a checkpoint.
 
     The rows of Phi_c are the training features phi_i, the rows of T_c are the target features, and
-    W_c is the diagonal matrix of weights w_i. ridge_c = damping * mean_i w_i |phi_i|^2. With
-    ``spec.normalize``, each phi_i is divided by its norm. An ``InputError`` is raised if the damped
-    matrix is singular.
+    W_c is the diagonal matrix of weights w_i. ridge_c is damping * mean_i w_i |phi_i|^2. With
+    ``spec.normalize``, each phi_i is divided by its norm. An ``InputError`` is raised if the matrix
+    to invert is singular.
 
-    With ``keep="full"``, the n x m matrix A_c is written. With ``keep="top_k"``, only the solved
-    targets (the product without the first factor Phi_c) are written, and ``average_scores``
+    With ``keep="full"``, A_c is written. With ``keep="top_k"``, only the solved targets are
+    written, which are the product without the first factor Phi_c. ``average_scores`` then
     multiplies them by Phi_c.
 
     ``pool`` is a file with features of samples on which the models were not trained. If it is
@@ -114,16 +114,16 @@ def compute_exact_scores(
     code: str,
     memory_mb: int,
 ) -> None:
-    """Write A_c = (K_c W_c + ridge_c I)^-1 K_c,t of one checkpoint, without a projection.
+    """Write the exact similarities A_c = (K_c W_c + ridge_c I)^-1 K_c,t of one checkpoint.
 
-    W_c is the diagonal matrix of weights w_i, and ridge_c = damping * mean_i w_i K_c[i, i]. Scores
-    from a projection converge to these scores as ``proj_dim`` grows. With ``spec.normalize``,
-    training gradients are divided by their norm in K_c and K_c,t. An ``InputError`` is raised if
-    the damped Gramian is singular.
+    K_c, which is in ``train_path``, contains the inner products of training gradients. K_c,t, which
+    is in ``targets_path``, contains the inner products of training and target gradients. With
+    ``label_draws``, both have additional rows (see ``DampedGradients``). W_c is the diagonal matrix
+    of weights w_i, and ridge_c is damping * mean_i w_i K_c[i, i].
 
-    ``train_path`` contains K_c, the inner products of training gradients. ``targets_path`` contains
-    K_c,t, the inner products of training and target gradients. With ``label_draws``, both have
-    additional rows (see ``DampedGradients``).
+    Similarities from projected gradients converge to A_c as ``proj_dim`` grows. With
+    ``spec.normalize``, training gradients are divided by their norm in K_c and K_c,t. An
+    ``InputError`` is raised if the matrix to invert is singular.
     """
     with (
         open_artifact(train_path, GRAMIAN) as train_file,
@@ -148,7 +148,10 @@ def compute_exact_scores(
 
 
 def _write_samples(writer: Writer, train: Artifact, targets: Artifact, norm: float | None) -> None:
-    """Write ids, labels, outputs and predictions of all samples, the loss weights, and ``norm``."""
+    """Write the ids, labels, outputs and predictions of all samples, loss weights, and ``norm``.
+
+    ``norm`` is the norm by which the scores of this checkpoint are divided, or None.
+    """
     writer.vector("loss_weights", train.vector("loss_weights"))
     if norm is not None:
         writer.scalar("train_norm", norm)
@@ -163,9 +166,9 @@ def average_targets(
 ) -> None:
     """Average one checkpoint's scores over the targets of an experiment.
 
-    A_c is linear in the targets' gradients, and the other factors of a score depend only on the
-    training samples. Therefore the mean of the scores is the score of a single target, whose model
-    output is the mean. If only solved targets are stored, they are averaged.
+    Scores are linear in the targets' gradients. Therefore, the mean of the scores is the score of a
+    single target whose model output is the mean of the targets' outputs. If only solved targets are
+    stored, they are averaged.
 
     ``members`` contains the file of the checkpoint's scores for that experiment, and optionally the
     file for a second experiment, whose mean is subtracted. The id of the resulting target is
@@ -189,7 +192,7 @@ def average_targets(
                 check_same(key.replace("_", " "), first.spec.get(key), part.spec.get(key), part)
 
         def mean(key: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-            """Return the mean over targets, minus the mean over the second experiment's targets."""
+            """Return the mean over targets, minus the second experiment's mean if there is one."""
             values = (np.atleast_2d(part.vector(key, start, stop)) for part in parts)
             first, *second = (each.mean(axis=1, dtype=np.float64) for each in values)
             return first - second[0] if second else first
@@ -223,8 +226,8 @@ def compute_self_influence(
     code: str,
     memory_mb: int,
 ) -> None:
-    """Write the table that ``self_influences`` returns."""
-    import pandas as pd  # The other stages in this module do not need it.
+    """Write a table with the self-influence of each training sample."""
+    import pandas as pd  # The other stages in this module do not need pandas.
 
     columns, file_spec = self_influences(features, normal_matrices, spec, memory_mb)
     provenance = software(code, "cpu", "numpy", "scipy", "pandas")

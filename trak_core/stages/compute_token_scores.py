@@ -1,4 +1,4 @@
-"""Split an experiment's largest scores into contributions of tokens and of layers."""
+"""Split the largest scores of an experiment into contributions of tokens and of layers."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,7 +32,7 @@ from trak_core.stages._shared import open_made_for, positions
 from trak_core.study.read_targets import split_of
 from trak_core.study.study import Study
 
-# The number of targets, and the number of scores of either sign for each target.
+# The number of targets, and the number of scores of each sign to split for each target.
 _TARGETS, _EACH = 100, 10
 
 
@@ -56,14 +56,14 @@ def compute_token_scores(
 ) -> None:
     """Split the largest scores into contributions of the tokens in both texts, and of the layers.
 
-    The score from one checkpoint is the inner product <x_i, g_j>. x_i is the gradient of training
-    sample i, and g_j is the solved target j, projected back to the parameters. x_i is a sum over
-    the positions in the text. The score of a token is <x, g_j> for the term x of its position. The
-    score of a layer is the inner product over only the layer's parameters. The target's tokens are
-    scored in the same way, with the training sample's features projected back.
+    The score from one checkpoint is the inner product of the training sample's gradient and of the
+    solved target, projected back to the parameters. The gradient is a sum over the positions in the
+    text. The score of a token is the inner product with the term of its position. The score of a
+    layer is the inner product over only the layer's parameters. The target's tokens are scored in
+    the same way, with the training sample's features projected back.
 
-    For each of the first 100 targets, the ten largest scores of either sign are split. A target
-    whose scores are all 0 is skipped. ``checkpoints``, ``train_paths``, ``targets_paths`` and
+    For each of the first 100 targets, the ten largest scores of each sign are split. Targets whose
+    scores are all 0 are skipped. ``checkpoints``, ``train_paths``, ``targets_paths`` and
     ``normal_matrices`` are in the order of the spec's checkpoints.
     """
     torch.set_num_threads(threads)
@@ -120,13 +120,16 @@ def compute_token_scores(
 
 
 def _read_rows(features: Artifact, rows: Sequence[int]) -> np.ndarray:
-    """Return ``rows`` of a file of features, float64. They may be in any order."""
+    """Return some rows of a file of features as float64. ``rows`` may be in any order."""
     values = features.matrix("features")
     return np.stack([values[row] for row in rows]).astype(np.float64)
 
 
 def _print_accuracy(top: pd.DataFrame, tokens: pd.DataFrame, layers: pd.DataFrame) -> None:
-    """Print the largest difference between a score and the sum over tokens, or over layers."""
+    """Print the largest difference between a score and the sum of its contributions.
+
+    The contributions are those of tokens, or those of layers.
+    """
     pair = ["target_id", "train_id"]
     scores = top.set_index(pair)["score"]
     sums = tokens.pivot_table("score", pair, "side", "sum")

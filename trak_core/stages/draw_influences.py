@@ -38,15 +38,15 @@ from trak_core.study.study import Study
 # The largest number of targets on a page. Pages are also limited by their size in bytes.
 _MAX_TARGETS = 20_000
 
-# The number of a list's rows that its page shows, and the number of characters of each text.
+# The page of a list shows this number of rows, and this number of characters of each text.
 _N_ROWS, _CHARACTERS = 100, 600
-# The page of a list has a filter by label only if the list has at most this many labels.
+# The page of a list can be filtered by label if the list has at most this number of labels.
 _N_LABELS = 40
 _NUMBERS = ("harm", "help", "score", "self_influence", "output", "closeness", "cosine")
 # Decimal numbers of more than _LONG characters are rounded to four digits.
 _DECIMAL, _LONG = re.compile(r"-?\d+\.\d+(e[+-]?\d+)?"), 8
 _CLASSES = ("label", "suggested_label", "prediction", "other_label")
-# Columns that the page shows in another form, or that only the CSV contains.
+# Columns that the page of a list shows in another form, or that only the CSV contains.
 _SHOWN_ELSEWHERE = ("id", "rank", "other_id", "among", "worth_a_look", "output_sd", "loss_weight")
 
 
@@ -56,14 +56,14 @@ def _draw(figure: Path, examples: Examples) -> None:
         warnings.catch_warnings(),
         atomic_write(figure) as partial,
     ):
-        # Matplotlib draws boxes for characters that its font lacks. The page shows the characters.
+        # Matplotlib draws boxes for characters that its font lacks. The HTML page shows them.
         warnings.filterwarnings("ignore", "Glyph .* missing from")
-        # The version of Matplotlib is not stored, so that the file is the same on all machines.
+        # Matplotlib's version is not stored, so that the file is the same on all machines.
         influences_figure(examples).savefig(partial, format="png", metadata={"Software": None})
 
 
 def _texts(study: Study, split: Split, name: str) -> pd.DataFrame:
-    """Return a table with each sample's id and the beginning of its text, in one line."""
+    """Return a table with the id and the beginning of the text of each sample."""
     rows = blocks_with_progress(len(split.ids), 1, f"texts of {name}")
     texts = [short_text(study, split.ids[row], split.samples[row]) for row, _ in rows]
     return pd.DataFrame({"id": split.ids, "text": texts})
@@ -74,7 +74,8 @@ def _write_texts(
 ) -> None:
     scores = answer.experiment
     influential = scores.attributes["influential"]
-    if not study.has("describe"):  # In this case, only the samples on the page are read.
+    # Without describe(), samples have no texts, and only those on the page are read and printed.
+    if not study.has("describe"):
         shown = scores.tables["targets"]["id"].tolist()[: len(answer.targets)]
         targets, influential = targets.take(shown), scores.tables["top_influences"]["train_id"]
         influential = influential.unique().tolist()
@@ -102,11 +103,12 @@ def draw_influences(
     The PNG ``figure`` has a row for each target, with its most helpful and most harmful samples.
     The HTML page ``answer`` shows all targets, with longer texts. The file ``texts`` contains the
     beginnings of the texts of targets and of the training samples in ``top_influences``. If the
-    study has no ``describe(sample)``, it contains the printed values of the samples on the page.
+    study has no ``describe(sample)``, the file contains the printed values of the samples on the
+    page.
 
-    ``self_influence`` and ``token_scores`` contain at most one file each. Tokens are coloured by
-    their scores. If the study has no ``token_texts(sample)``, token numbers are shown as texts.
-    Samples are shown by the study's ``draw`` and ``describe``.
+    ``self_influence`` and ``token_scores`` contain at most one file each. With a file of token
+    scores, tokens are coloured by their scores. If the study has no ``token_texts(sample)``, the
+    ids of tokens are shown. The study's ``draw`` and ``describe`` determine how samples look.
     """
     study = Study.load(study_file)
     train = study.split(TRAIN, None)
@@ -114,7 +116,7 @@ def draw_influences(
     experiment = with_class_names(experiment, study.class_names())
     ids = experiment.tables["targets"]["id"].tolist()
     targets = targets_of(study, experiment, ids, question)
-    # The figure shows only the first targets and their strongest influences.
+    # The figure shows only the first few targets and their strongest influences.
     shown = experiment.tables["targets"].head(TARGETS_IN_FIGURE)
     top = experiment.tables["top_influences"]
     top = top.loc[top["target_id"].isin(shown["id"]) & (top["rank"] <= EACH), :]
@@ -151,14 +153,14 @@ def show_list(
     study_file: Path,
     code: str,
 ) -> None:
-    """Write a page of a list's first 100 rows, with pictures or texts of the samples.
+    """Write a page with pictures or texts of the samples in a list's first 100 rows.
 
-    The samples come from the file ``pool``, or by default from the training data. A duplicate is
-    shown with the other sample in its pair, which may be a target of ``experiment``. These targets
-    are read from the file ``question`` if there is one. For a list of suspects, ``scores`` contains
-    the scores file. Samples are shown by the study's ``draw`` and ``describe``.
+    The samples are from the file ``pool``, or by default from the training data. A duplicate is
+    shown together with the other sample of its pair, which may be a target of ``experiment``. If
+    ``question`` is given, it is the file of these targets. For a list of suspects, ``scores``
+    contains the file of scores. The study's ``draw`` and ``describe`` determine how samples look.
     """
-    # Cells are read as texts, so that numbers are shown as in the CSV.
+    # Cells are read as texts, so that the page shows numbers as they are in the CSV.
     rows = pd.read_csv(listed, dtype=str, keep_default_na=False, encoding="utf-8")
     study = Study.load(study_file)
     train = study.split(TRAIN, None)
@@ -198,7 +200,7 @@ def show_list(
             among = "train" if row["among"] == TRAIN else "target"
             entry["samples"].append((among, *others[row["among"]][row["other_id"]]))
         entries.append(entry)
-    # Labels are sorted by length first, so that class 10 follows class 9.
+    # Labels are sorted by their length first, so that class 10 comes after class 9.
     labels = sorted({entry["label"] for entry in entries}, key=lambda text: (len(text), text))
     n_looks = rows["worth_a_look"].tolist().count("1") if "worth_a_look" in rows else 0
     files = [read_experiment(path, path.parents[1], 0, 0, train) for path in scores]
@@ -226,7 +228,7 @@ def show_list(
 
 
 def _facts(row: Mapping[str, str], *, classes: bool) -> list[tuple[str, str]]:
-    """Return the names and values of the columns to show, with labels first."""
+    """Return the names and values of the columns of a list's row to show, with labels first."""
     labels = [name for name in _CLASSES if name in row]
     others = [name for name in row if name not in _SHOWN_ELSEWHERE and name not in labels]
     facts = []

@@ -1,6 +1,6 @@
-"""Compare scores and baselines with the outputs of retrained models.
+"""Measure how well scores and baselines predict the outputs of retrained models.
 
-``docs/reference/files.md`` describes the tables in the file of results.
+``docs/reference/files.md`` describes the tables in the resulting file.
 """
 
 import hashlib
@@ -69,10 +69,10 @@ from trak_core.stages._shared import (
 def _passes(
     settings: Sequence[Setting], configured: Setting, spec: ScoresSpec
 ) -> list[FeaturePass]:
-    """Return the passes over the features that are needed to measure the settings.
+    """Return the passes over the stored features that computing scores for ``settings`` needs.
 
-    If runs have several checkpoints, the first pass uses only the last checkpoint of each run. Its
-    settings are the defaults for runs that have only one checkpoint.
+    If runs have several checkpoints, the first pass uses only the last checkpoint of each run, with
+    the settings that are the defaults for runs with one checkpoint.
     """
     unit_dim = configured.proj_dim if spec.normalize else None
     passes = []
@@ -82,7 +82,8 @@ def _passes(
         draws = spec.features.label_draws
         weighting = Weighting.PLAIN if draws else usual_weighting(combine, output)
         passes.append(FeaturePass([ends], spec.ends, weighting, unit_dim))
-    # For each number of dimensions, rows must be normalized anew, so each needs a separate pass.
+    # Rows are normalized after selecting their first dimensions, so each proj_dim needs its own
+    # pass.
     dims = sorted({setting.proj_dim for setting in settings}) if spec.normalize else [None]
     for dim in dims:
         same_dim = [setting for setting in settings if dim in (None, setting.proj_dim)]
@@ -100,9 +101,10 @@ def _feature_sums(
     *,
     gradient_dot: bool,
 ) -> tuple[list[dict[Setting, np.ndarray]], np.ndarray | None]:
-    """Return subset sums for the settings of each pass, and for the baseline ``gradient_dot``.
+    """Return sums of scores over each subset for the settings of each pass.
 
-    ``files`` contains the training features, target features and scores of each checkpoint.
+    The second result is these sums for the baseline ``gradient_dot``, or None. ``files`` contains
+    each checkpoint's training features, target features and scores.
     """
     is_probability = about_output(spec.features.model_output).weight_is_probability
     totals: list[dict[Setting, np.ndarray]] = [{} for _ in passes]
@@ -159,13 +161,16 @@ def evaluate_scores(
     code: str,
     memory_mb: int,
 ) -> None:
-    """Compare subset sums of scores and of baselines with the outputs of retrained models.
+    """Compare sums of scores over subsets with the outputs of models retrained on these subsets.
+
+    Baselines are compared in the same way. ``baselines`` can contain random, same_class,
+    gradient_dot, embedding_cosine and bm25.
 
     ``train_paths`` and ``targets_paths`` contain each checkpoint's features, or are empty if no
     setting or baseline needs features. ``embeddings`` contains the embeddings of each run's last
     checkpoint, for the baseline ``embedding_cosine``. ``retrained_spec`` is None if ``retrained``
-    contains a user's file. ``baselines`` can be random, same_class, gradient_dot, embedding_cosine
-    and bm25. ``sweep`` contains values for each field of ``Setting`` except ``combine``.
+    contains a user's file. ``sweep`` contains values for each field of ``Setting`` except
+    ``combine``.
     """
     assert spec.loss_weight_power is not None
     projection = spec.features.projection
@@ -264,9 +269,10 @@ def evaluate_scores(
 def read_ground_truth(
     paths: Sequence[Path], train_ids: list[Any], target_ids: list[Any], spec: RetrainedSpec | None
 ) -> GroundTruth:
-    """Return subsets and outputs from all files, in the order of ``train_ids`` and ``target_ids``.
+    """Return the subsets and the outputs of retrained models from all files.
 
-    Files must be made for ``spec``. If the user provides the file, ``spec`` is None.
+    Their columns are in the order of ``train_ids`` and ``target_ids``. The files must be made for
+    ``spec``, which is None for a user's file.
     """
     parts, source = [], []
     for path in paths:

@@ -1,4 +1,4 @@
-"""Concatenate the shards of a split's features, in order."""
+"""Join the shards of a split's features into one file."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -27,7 +27,7 @@ def _without_shard(spec: dict) -> dict:
 
 
 def _check(parts: Sequence[Artifact], spec: FeaturesSpec) -> None:
-    """Check that shards are made for ``spec`` from the same samples, and are in order."""
+    """Raise an error if shards differ from ``spec`` or in their samples, or are in wrong order."""
     first_row, first = 0, parts[0]
     for number, part in enumerate(parts, start=1):
         check_made_for(part, spec, may_be_shard=True)
@@ -35,7 +35,7 @@ def _check(parts: Sequence[Artifact], spec: FeaturesSpec) -> None:
         check_same(f"specification of {first.path}", *specs, part)
         stop = first_row + len(part.vector("sample_ids"))
         expected = {"number": number, "of": len(parts), "rows": [first_row, stop]}
-        # A file with the features of a whole split has the same kind, but lacks this key.
+        # The file of a whole split's features is of the same kind, but has no key `shard`.
         shard = part.spec.get("shard") or {}
         check_same("order of shards", expected, {key: shard.get(key) for key in expected}, part)
         samples = first.spec["shard"].get("made_of"), shard.get("made_of")
@@ -44,14 +44,14 @@ def _check(parts: Sequence[Artifact], spec: FeaturesSpec) -> None:
 
 
 def join_shards(*, features: Path, shards: Sequence[Path], spec: FeaturesSpec, code: str) -> None:
-    """Write a split's features from its shards, in the same form as ``compute_features``."""
+    """Write the features of a whole split from its shards, as ``compute_features`` would."""
     with ExitStack() as stack:
         parts = [stack.enter_context(open_artifact(path, FEATURE_SHARD)) for path in shards]
         _check(parts, spec)
         first = parts[0]
         ids = np.concatenate([part.vector("sample_ids") for part in parts])
         sources = [part.provenance for part in parts]
-        # Shards may be computed on different machines. The provenance lists all of them.
+        # Shards may have been computed on different machines. The provenance lists all of them.
         provenance = {
             key: ", ".join(sorted({str(source[key]) for source in sources if key in source}))
             for key in sorted(set().union(*sources))

@@ -1,7 +1,8 @@
 """Check a study before the first job: its functions, model, ids, labels, targets and checkpoints.
 
-``config.preflight`` runs this module as a script, which reads a request from a JSON file and writes
-the answer to another file. Therefore Snakemake does not import torch or the study's code.
+``config.preflight`` runs this module as a script in another process, so that Snakemake imports
+neither torch nor the study's code. The script reads its arguments from a JSON file and writes its
+result to another one.
 """
 
 import inspect
@@ -55,13 +56,13 @@ _LABEL_SECONDS = 10.0
 
 
 class StudyModel:
-    """A study's model in evaluation mode on the CPU, for names, shapes and the number of classes.
+    """A study's model on the CPU, from which names, shapes and the number of classes are read.
 
     With ``without_numbers``, the model is built in torch's ``FakeTensorMode``. Fake tensors have
-    shapes and dtypes but no storage, so a large model takes little time and memory. They do not
-    support, for example, ``model.bfloat16()``, PEFT, or a forward pass that branches on values. If
-    a call fails with fake tensors, it is repeated with the real model. Therefore errors always come
-    from the real model.
+    shapes and dtypes but no storage, so even a large model takes little time and memory. They do
+    not support everything, such as ``model.bfloat16()``, PEFT, or a forward pass that branches on
+    values. If a call fails with fake tensors, it is repeated with the real model. Therefore, every
+    error is from the real model.
     """
 
     def __init__(self, study: Study, model_output: str, *, without_numbers: bool) -> None:
@@ -75,7 +76,7 @@ class StudyModel:
             self.module = study.make_model().eval()
 
     def count_classes(self, output: ModelOutput, sample: Batch) -> int | None:
-        """Return the result of ``trak_core.gradients.count_classes`` for the model."""
+        """Return the number of classes, as ``trak_core.gradients.count_classes`` does."""
         if self._fake is not None:
             with suppress(Exception), self._fake, _quiet():
                 return count_classes(self.module, output, sample, _CPU)
@@ -85,7 +86,7 @@ class StudyModel:
 
 @contextmanager
 def _quiet() -> Generator[None, None, None]:
-    """Silence log messages and warnings, which fake tensors cause for unsupported operations."""
+    """Silence the log messages and warnings that unsupported operations of fake tensors cause."""
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -96,7 +97,7 @@ def _quiet() -> Generator[None, None, None]:
 
 
 class _Copy:
-    """A stream that writes to another one, and keeps a copy of the text."""
+    """A stream that passes text on to another stream, and keeps a copy of the text."""
 
     def __init__(self, stream: Any) -> None:
         self._stream, self.text = stream, ""
@@ -111,7 +112,10 @@ class _Copy:
 
 @contextmanager
 def _copied(told: dict[str, str], part: str) -> Generator[None, None, None]:
-    """Print to standard error, and keep the printed text, which later starts print again."""
+    """Send printed text to standard error, and store a copy as ``told[part]``.
+
+    Later runs that do not read the study again print the copy.
+    """
     copy = _Copy(sys.stderr)
     with redirect_stdout(cast(Any, copy)), redirect_stderr(cast(Any, copy)):
         yield
@@ -123,8 +127,8 @@ def _check_labels(
 ) -> list[int | float]:
     """Check the labels and shapes of as many random samples as can be read in ten seconds.
 
-    Jobs will check all samples. If texts differ in length, the model is called on the longest text
-    that was read.
+    Jobs check all samples later. If texts differ in length, the model is also called on the longest
+    text that was read.
 
     Returns:
         The labels that were read, as numbers.
@@ -157,7 +161,7 @@ def _check_labels(
 def _check_known_groups(
     group_by: Sequence[str], name: str, output: ModelOutput, labels: Sequence[int | float]
 ) -> None:
-    """Raise an error if ``group_by`` contains ``label`` or ``prediction``, but not of classes."""
+    """Raise an error if ``group_by`` has ``label`` or ``prediction``, but these are not classes."""
     if "label" in group_by:
         Grouping.of("label", labels)
     is_number = name in TABLE and not TABLE[name].labels_are_classes
@@ -165,14 +169,14 @@ def _check_known_groups(
         is_number or output.prediction is None or output.prediction is output.value
     ):
         raise InputError(
-            "groups: the column `prediction` must contain classes. Found model_output "
+            "groups: the column `prediction` must contain classes. Found the model_output "
             f"{name}, which predicts numbers. Group by a column that train_columns() returns.",
             code="stages.prediction_groups",
         )
 
 
 def _check_arguments(study: Study, arguments: Mapping[str, Any], requirement: str) -> None:
-    """Raise an error for arguments that the study's ``train`` does not accept."""
+    """Raise an error that states ``requirement`` if ``train`` does not accept ``arguments``."""
     signature = inspect.signature(study.function("train"))
     try:
         signature.bind(**arguments)
@@ -186,12 +190,16 @@ def _check_arguments(study: Study, arguments: Mapping[str, Any], requirement: st
 def _check_training(
     study: Study, training: Mapping[str, Mapping[str, Any]], *, leaves_several: bool
 ) -> None:
-    """Raise an error if ``train`` does not accept the arguments of each run."""
+    """Raise an error if the study's ``train`` does not accept the arguments of every run.
+
+    If a run ``leaves_several`` checkpoints, ``train`` must be a generator.
+    """
     train = study.function("train")
     if "at" in inspect.signature(train).parameters:
         raise InputError(
             f"{study.path}: train() must not have an argument `at`. In a config, `at` specifies "
-            "the times at which a run saves checkpoints. Rename the argument.",
+            "the times at which a run saves checkpoints, and is not passed to train(). Rename the "
+            "argument.",
             code="study.train",
         )
     for run, arguments in training.items():
@@ -200,15 +208,15 @@ def _check_training(
     if leaves_several and not inspect.isgeneratorfunction(inspect.unwrap(train)):
         raise InputError(
             f"{study.path}: for several checkpoints of one run (`at`), train() must yield (time, "
-            "model) at every time under `at`. Found no yield in it. Write `yield epoch, model` in "
-            "the training loop instead of `return model` at the end. If the loop is in another "
-            "function, use `yield from`.",
+            "model) at every time under `at`. Found no `yield` in train(). Write `yield epoch, "
+            "model` in the training loop instead of `return model` at the end. If the loop is in "
+            "another function, use `yield from`.",
             code="study.train",
         )
 
 
 def _check_retraining(study: Study, arguments: Mapping[str, Any], *, weighted: bool) -> None:
-    """Raise an error if ``train`` lacks an argument that an evaluation passes to it."""
+    """Raise an error if the study's ``train`` lacks an argument that an evaluation passes to it."""
     requirement = (
         "for an evaluation, train() must accept the arguments of `training`, `seed` (an integer) "
         "and `data` (the samples to train on; the default, None, means all samples)"
@@ -217,8 +225,8 @@ def _check_retraining(study: Study, arguments: Mapping[str, Any], *, weighted: b
     if weighted and "sample_weights" not in inspect.signature(study.function("train")).parameters:
         raise InputError(
             f"{study.path}: for evaluation.subsets.same_seeds, train() must accept "
-            "`sample_weights`, a tensor by which the samples' losses are multiplied (the default, "
-            "None, means weights of 1). Found no such argument.",
+            "`sample_weights`, a tensor by which the samples' losses are multiplied. Its default "
+            "must be None, which means weights of 1. Found no such argument.",
             code="study.no_sample_weights",
         )
 
@@ -226,7 +234,10 @@ def _check_retraining(study: Study, arguments: Mapping[str, Any], *, weighted: b
 def _check_checkpoints(
     study: Study, model: nn.Module, checkpoints: Mapping[str, Sequence[str | None]]
 ) -> list[str]:
-    """Check that checkpoints fit, and return those whose keys transformers must rename."""
+    """Return the checkpoints whose keys transformers must rename, after checking all of them.
+
+    Raise one error for all checkpoints that do not fit the model.
+    """
     problems, renamed = dict[str, str](), list[str]()
     notices = defaultdict[str, list[str]](list)
     for checkpoint, parts in checkpoints.items():
@@ -252,19 +263,21 @@ def _check_checkpoints(
 
 
 def _ready_made(study: Study) -> ReadyStudy | None:
-    """Return the object of a ready-made study, or None for a user-defined study."""
+    """Return the ``ReadyStudy`` object of a ready-made study, or None for a user's own study."""
     parts = getattr(study.module, "study", None)
     return parts if isinstance(parts, ReadyStudy) else None
 
 
 def _with_advice(error: InputError, study: Study) -> str:
-    """Return an error's message. For a ready-made study, add which argument to change."""
+    """Return an error's message. For a ready-made study, name the argument to change."""
     message, ready = str(error), _ready_made(study)
     if ready:
         for advice in (CHANGE_SAMPLES, ONE_SHAPE):
             message = message.replace(advice, ready.to_change_samples)
         if error.code == "gradients.label_value":
-            message += " Set `classes` in study_arguments to the labels in the order of logits."
+            message += (
+                " Set `classes` in study_arguments to the labels, in the order of the logits."
+            )
     return message
 
 
@@ -288,7 +301,7 @@ def preflight_study(
 ) -> dict[str, Any]:
     """Build the model, read the data, and check that they fit the config.
 
-    An error is raised for the first problem, and one error for all problems with checkpoints.
+    An error is raised for the first problem. All problems with checkpoints are in one error.
 
     Args:
         study_file: The study's Python file.
@@ -298,8 +311,8 @@ def preflight_study(
         training: Arguments of the study's ``train`` for each run; None if nothing is trained.
         leaves_several: Whether a run saves checkpoints at several times.
         splits: For each split or experiment, the ids of the samples to read; None for all samples.
-        questions: For some experiments, the file of their targets.
-        conditions: For some experiments, the ``where`` condition of their targets.
+        questions: The file of an experiment's targets, by experiment, if there is such a file.
+        conditions: The ``where`` condition of an experiment, by experiment, if there is one.
         retraining: Arguments of ``train`` that all runs share; None if nothing is retrained.
         weighted: Whether retraining uses sample weights.
         describes: Whether the study must define ``describe``.
@@ -309,9 +322,9 @@ def preflight_study(
         group_by: Columns of the training samples to group by.
 
     Returns:
-        ``n_params``; ``model_bytes``, the size of all parameters and buffers; ``n_samples`` of each
-        split; ``told``, what was printed about each split; ``renamed``, the checkpoints whose keys
-        transformers must rename.
+        A mapping with these keys: ``n_params``; ``model_bytes``, the size of all parameters and
+        buffers; ``n_samples`` of each split; ``told``, the text that was printed about each split;
+        ``renamed``, the checkpoints whose keys transformers must rename.
     """
     study = Study.load(study_file)
     study.class_names()
@@ -350,9 +363,9 @@ def preflight_study(
                 output = named_output(model_output, model.module, split, _CPU, study, n_others=1)
                 if weighting == Weighting.CURVATURE and output.curvature is None:
                     raise InputError(
-                        "scoring.weighting can be curvature only if the loss is a function of the "
-                        f"model output alone. Found model_output {model_output}. Set "
-                        "scoring.weighting to plain.",
+                        "scoring.weighting can be curvature only if the model output defines the "
+                        "second derivative of the loss. This is not the case for "
+                        f"{model_output}. Set scoring.weighting to plain.",
                         code="config.weighting",
                     )
                 labels = _check_samples(split, study, model, output)
@@ -364,7 +377,7 @@ def preflight_study(
                 if name in {TRAIN, *questions} or len(lines) > 1:
                     print("".join(f"{line}\n" for line in lines), end="")
         except InputError as error:
-            # Errors of ready-made studies already name the user's file.
+            # An error of a ready-made study already names the user's file.
             is_ready = str(error.code).startswith("studies.")
             prefix = "" if is_ready else f"{study.name}, {where}: "
             raise InputError(f"{prefix}{_with_advice(error, study)}", error.code) from error
@@ -377,7 +390,7 @@ def preflight_study(
 def _check_samples(
     split: Split, study: Study, model: StudyModel, output: ModelOutput
 ) -> list[int | float]:
-    """Return a split's labels after checking its samples and calling the model on the first."""
+    """Return a split's labels after checking its samples, and calling the model on the first."""
     first = as_batch(split.batch(0, 1), output)
     check_repeatable(split)
     is_text = first.labels.ndim == 2 and first.labels.shape[1] > 1
@@ -391,9 +404,9 @@ def _check_samples(
 
 
 def answer(request_file: str, answer_file: str, log_file: str) -> None:
-    """Call ``preflight_study`` with the arguments in a JSON file, and write its result or error.
+    """Call ``preflight_study`` with the arguments in ``request_file``.
 
-    Printed text is written to ``log_file``.
+    The result or the error is written to ``answer_file`` as JSON, and printed text to ``log_file``.
     """
     log = os.open(log_file, os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
@@ -411,4 +424,4 @@ if __name__ == "__main__":
     answer(*sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # Do not wait for threads that the study has started.
+    os._exit(0)  # A normal exit would wait for threads that the study has started.

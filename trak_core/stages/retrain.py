@@ -38,8 +38,7 @@ from trak_core.study.retraining_draws import random_removal, random_subset, size
 from trak_core.study.study import Study, trained_model
 
 _POOL = "target_data"
-# For a list of this kind, models are trained only on its samples. For other lists, models are
-# trained without them.
+# Models are trained only on the samples of a list of this kind, but without those of other lists.
 _SELECT = "select"
 
 
@@ -56,27 +55,28 @@ def retrain(
     batch_size: int,
     threads: int,
 ) -> None:
-    """Train on each subset with each of its seeds, and write outputs and predictions.
+    """Train a model on each subset with each of its seeds, and write outputs and predictions.
 
-    The study's ``train`` is called with ``seed`` and ``data``. With ``spec.run_seeds``, it is
-    called with ``sample_weights`` instead of ``data``, and trains the config's runs again, but with
-    weights of 0 for the samples outside the subset.
+    The study's ``train`` is called with ``seed`` and ``data``. With ``spec.run_seeds``, it trains
+    the config's runs again, and is called with ``sample_weights`` instead of ``data``. The weights
+    of samples outside the subset are 0.
 
     ``spec.subsets`` is the kind of subsets. ``named_by`` contains the files from which samples are
-    chosen, and ``naming`` the settings by which they are chosen:
+    chosen, and ``naming`` contains the settings by which they are chosen. The kinds are:
 
     - ``random``: random subsets with the numbers ``first`` to ``last``. A subset and its seeds
       depend only on its number and ``spec.seed``.
     - ``without random``: all samples, then ``spec.draws`` random removals of each size.
     - ``without top``: for each of ``target_ids`` and each size, all samples except those with the
       largest scores for the target. ``named_by`` is a file of scores made for ``scores_spec``.
-    - ``without bm25``: the same, with BM25 of the study's texts as scores.
-    - ``without embedding_cosine``: the same, with mean cosines of embeddings as scores.
-      ``named_by`` contains files made for ``embeddings_spec`` with ``checkpoints``.
-    - ``list``: all samples; for each size, all except the first ones in the list ``named_by``; for
-      each size, all except random ones. Sizes are ``fractions`` of the training samples, limited to
-      the length of the list. For a list of the ``kind`` select, models are trained only on these
-      samples. Each ``draw`` has a different seed and different random samples.
+    - ``without bm25``: as ``without top``, but the scores are BM25 scores of the study's texts.
+    - ``without embedding_cosine``: as ``without top``, but the scores are mean cosines of
+      embeddings. ``named_by`` contains files made for ``embeddings_spec`` with ``checkpoints``.
+    - ``list``: all samples; then, for each size, all samples except the first ones in the list
+      ``named_by``; then, for each size, all samples except random ones. Sizes are ``fractions`` of
+      the training samples, but not larger than the list. For a list of the ``kind`` select, models
+      are trained only on the samples that are otherwise left out. Each ``draw`` has a different
+      seed and different random samples.
     """
     torch.set_num_threads(threads)
     study = Study.load(study_file)
@@ -90,7 +90,7 @@ def retrain(
     else:
         masks, sizes, hashes = _removals(study, train, spec, named_by, naming)
         numbers = range(len(masks))
-        # All subsets have the same seeds, so that effects of the seeds cancel between them.
+        # All subsets have the same seeds, so that the effects of seeds cancel in differences.
         is_list = spec.subsets == "list"
         common = [training_seed(spec.seed, 0, naming["draw"])] if is_list else _seeds(spec, 0)
         seeds = [common] * len(masks)
@@ -110,12 +110,12 @@ def retrain(
         if spec.run_seeds:
             weights = torch.tensor(masks[i], dtype=torch.float32)
             results.append(evaluate(seed, None, weights))
-            # Every evaluation trains on subset 0, so its first training is used for this check.
+            # Check `sample_weights` once per evaluation, in the job that trains on subset 0.
             if run == numbers[0] == 0:
                 ones = evaluate(seed, None, torch.ones_like(weights))[0]
                 _check_weights(study, results[0][0], ones, evaluate(seed, None, None)[0])
         else:
-            # The annotation of Subset requires a Dataset, but Subset needs only len() and [i].
+            # Subset is annotated to require a Dataset, but needs only len() and [i].
             data = Subset(train.samples, np.flatnonzero(masks[i]).tolist())  # pyright: ignore[reportArgumentType]
             results.append(evaluate(seed, data, None))
     values, predictions = (np.stack(parts) for parts in zip(*results, strict=True))
@@ -137,7 +137,7 @@ def _removals(
     named_by: Sequence[Path],
     naming: Mapping[str, Any],
 ) -> tuple[list[np.ndarray], list[int], list[str]]:
-    """Return masks of shape (n,), subset sizes, and hashes of the files in ``named_by``.
+    """Return a mask of the training samples for each subset, sizes, and hashes of ``named_by``.
 
     Sizes are the numbers of removed samples, or of kept samples for a list of the kind ``select``.
     """
@@ -168,7 +168,7 @@ def _removals(
 def _target_scores(
     study: Study, train: Split, subsets: str, named_by: Sequence[Path], naming: Mapping[str, Any]
 ) -> tuple[Sequence[np.ndarray], list[str]]:
-    """Return the training samples' scores for each target, and hashes of the scores' files."""
+    """Return the training samples' scores for each target, and hashes of the files of scores."""
     target_ids = naming["target_ids"]
     if subsets == "without bm25":
         return list(bm25_of_targets(study, train, target_ids)), []
@@ -186,7 +186,7 @@ def _target_scores(
 
 
 def listed_rows(listed: Path, train_ids: Sequence[int | str]) -> np.ndarray:
-    """Return the rows of the training samples in a list, in the list's order, without repetitions.
+    """Return the row numbers of a list's training samples, in the list's order, without repeats.
 
     The list may be empty, for example if there are no duplicates.
     """
@@ -197,7 +197,7 @@ def listed_rows(listed: Path, train_ids: Sequence[int | str]) -> np.ndarray:
     unknown = [cell for cell in cells if cell not in row_of]
     if unknown:
         raise InputError(
-            f"{listed}: each id in the list must belong to a training sample of the study. Found "
+            f"{listed}: each id in the list must be the id of a training sample. Found "
             f"{unknown[0]}. Remove evaluation.removals.{listed.stem} from the config, or delete "
             "the list and run again.",
             code="stages.listed",
@@ -206,7 +206,7 @@ def listed_rows(listed: Path, train_ids: Sequence[int | str]) -> np.ndarray:
 
 
 def _check_weights(study: Study, part: np.ndarray, ones: np.ndarray, none: np.ndarray) -> None:
-    """Check that in ``train``, weights of 1 have no effect, and weights of 0 have one.
+    """Raise an error if weights of 1 have an effect in ``train``, or weights of 0 have none.
 
     The arrays contain the outputs of models trained with some weights of 0 (``part``), with weights
     of 1 (``ones``), and without weights (``none``). Because of rounding, ``ones`` and ``none`` may
@@ -219,7 +219,8 @@ def _check_weights(study: Study, part: np.ndarray, ones: np.ndarray, none: np.nd
     if not left_out:
         observed = "the same outputs with weights of 0"
     raise InputError(
-        f"{study.path}: train() must multiply each sample's loss by its entry in `sample_weights`, "
-        f"and draw the same random numbers with and without weights. Found {observed}.",
+        f"{study.path}: train() must multiply each sample's loss by its weight in "
+        "`sample_weights`, and must draw the same random numbers with and without weights. Found "
+        f"{observed}.",
         code="study.sample_weights",
     )

@@ -35,7 +35,7 @@ def select_targets(
 ) -> None:
     """Write a table of the samples of ``target_data()`` that satisfy the condition ``where``.
 
-    ``outputs`` contains a file for the last checkpoint of each run, made for ``spec``. A condition
+    ``outputs`` contains a file made for ``spec`` for the last checkpoint of each run. A condition
     can use the columns id, label, prediction, output and output_sd, and those that the study's
     ``target_columns()`` returns.
     """
@@ -44,7 +44,8 @@ def select_targets(
         for file in files:
             check_made_for(file, spec.under(file.spec["checkpoint"]["id"]))
             check_same("targets", files[0].ids("sample_ids"), file.ids("sample_ids"), file)
-        table = pd.DataFrame(training_table(files))  # The files have the same keys for targets.
+        # The function reads any file of outputs, not only those of training samples.
+        table = pd.DataFrame(training_table(files))
         values = np.stack([file.vector("outputs") for file in files])
         table["output_sd"] = values.std(axis=0, dtype=np.float64)
         table = table.astype({"output": np.float32, "output_sd": np.float32})

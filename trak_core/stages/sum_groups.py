@@ -32,12 +32,12 @@ def sum_groups(
     code: str,
     memory_mb: int,
 ) -> None:
-    """Write sums and means of scores for the groups in each column, and differences of means.
+    """Write the sum and the mean of the scores of each group, and differences between means.
 
-    Groups are defined by the columns ``group_by`` of the table ``train`` in the file ``scores``. If
-    the table ``targets`` has a column ``improves``, the sign of scores that improve a target,
-    scores are multiplied by that sign. Sums are computed from ``checkpoint_scores``, and with
-    ``keep: top_k`` also from ``features``.
+    A group consists of the training samples with the same value in one of the columns ``group_by``,
+    which are in the file ``scores``. If its table of targets has a column ``improves``, scores are
+    multiplied by it, so that positive scores improve a target. Sums are computed from
+    ``checkpoint_scores``, and with ``keep: top_k`` also from ``features``.
     """
     with open_made_for(scores, SCORES, spec) as file:
         train, scores_hash = file.table("train"), file.content_hash

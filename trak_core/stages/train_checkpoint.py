@@ -18,11 +18,11 @@ def train_checkpoint(
     times: list[float] | None,
     threads: int,
 ) -> None:
-    """Call the study's ``train``, and save the model's state dict at the end or at ``times``.
+    """Call the study's ``train``, and save the model's state dict at ``times`` or at the end.
 
-    ``arguments`` are passed to ``train`` by name. ``times`` are ascending. ``train`` must return or
-    yield models with finite parameters. With one thread, repeated calls on one machine give
-    bitwise equal weights if ``train`` is deterministic.
+    ``arguments`` are passed to ``train`` by name. ``times`` are in ascending order, or None to save
+    only at the end. Parameters must be finite. If ``train`` is deterministic and uses one thread,
+    repeated calls on one machine give bitwise equal weights.
     """
     torch.set_num_threads(threads)
     study = Study.load(study_file)
@@ -31,6 +31,7 @@ def train_checkpoint(
     else:
         models = models_along(study, arguments, times)
     for checkpoint, model in zip(checkpoints, models, strict=True):
-        # If torch received the path, it would store the random name of the temporary file.
+        # torch.save stores the name of a path that it is given. A file object avoids this, as the
+        # name of the temporary file is random.
         with atomic_write(checkpoint) as partial, partial.open("wb") as file:
             torch.save(model.state_dict(), file)

@@ -1,4 +1,4 @@
-"""Write lists of samples as CSV files: suspects, samples to select or drop, and duplicates."""
+"""Write lists of samples as CSV files: suspects, samples to drop or select, and duplicates."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,11 +35,12 @@ def write_list(
     study_file: Path | None = None,
     code: str,
 ) -> None:
-    """Write the list ``kind`` (``suspects``, ``drop`` or ``select``) from an experiment's scores.
+    """Write one list of training samples, chosen by the scores of an experiment.
 
-    ``fraction`` is the fraction of the training samples, or of the pool, that ``select`` contains.
-    ``self_influence`` contains at most one file, which adds a column to ``suspects``.
-    ``study_file`` is needed only if the study may define ``class_names()``.
+    ``kind`` is ``suspects``, ``drop`` or ``select``. A list ``select`` contains the given
+    ``fraction`` of the training samples or of the pool. ``self_influence`` contains at most one
+    file, which adds a column to ``suspects``. ``study_file`` is None if the study cannot define
+    ``class_names()``.
     """
     rule = f"{SCORES.rule}{'_pool' if spec.pool_digest else ''}"
     with open_made_for(scores, replace(SCORES, rule=rule), spec) as file:
@@ -68,8 +69,8 @@ def write_list(
     if kind == "suspects" and few_targets(targets):
         n = f"{len(targets)} target{'s' * (len(targets) != 1)}"
         print(
-            f"Warning: from only {n}, the order of suspects is uncertain. Use more targets, or "
-            f"compare the order by {about.worst_fitted}."
+            f"Warning: with only {n}, the order of suspects is uncertain. Use more targets, or "
+            f"compare it with the order by {about.worst_fitted}."
         )
 
 
@@ -80,10 +81,10 @@ def _write(
     study_file: Path | None,
     model_output: str,
 ) -> None:
-    """Write rows as CSV, with the study's class names in the columns ``labels``.
+    """Write the rows of a list as CSV, with the study's class names in the columns ``labels``.
 
-    If a label has many parts, such as tokens, the columns that count them are named after the
-    parts. The label and prediction columns are dropped if they mean nothing for this model output.
+    If a label has many parts, such as tokens, the columns that count the parts are named after
+    them. Columns of labels and predictions are left out if this model output has none.
     """
     if study_file is not None:
         # This module imports torch, so it is imported only if it is needed.
@@ -93,7 +94,7 @@ def _write(
     about = about_output(model_output)
     words = {"label": about.label, "other_label": about.label, "prediction": about.prediction}
     rows = rows.drop(columns=[name for name, word in words.items() if not word], errors="ignore")
-    if about.counts_parts:  # If the study has a column of the new name, the old name is kept.
+    if about.counts_parts:  # A column keeps its name if the study has a column of the new name.
         words["other_label"] = f"other_{about.label}"
         rows = rows.rename(columns={k: word for k, word in words.items() if word not in rows})
     write_csv(listed, rows)
@@ -112,11 +113,12 @@ def find_duplicates(
     code: str,
     memory_mb: int,
 ) -> None:
-    """Compare the features of all samples, from one checkpoint, and list the duplicate pairs.
+    """Compare the features of all samples with each other, and list the pairs of duplicates.
 
-    A target that is a training sample is compared only as a training sample. The time is
-    proportional to the square of the number of training samples. ``spec`` is the spec of the
-    checkpoint's scores. ``study_file`` is given if the study can have names of classes.
+    The features are from one checkpoint, and ``spec`` contains the settings of its scores. A target
+    that is also a training sample is compared only as a training sample. The time is proportional
+    to the square of the number of training samples. ``study_file`` is None if the study cannot
+    define ``class_names()``.
     """
     with (
         open_made_for(train_path, FEATURES, spec.of_train()) as train,
@@ -130,18 +132,18 @@ def find_duplicates(
     pairs, labels = pairs.loc[:, list(_COLUMNS)], ("label", "other_label")
     _write(listed, pairs, labels, study_file, spec.features.model_output)
     print(
-        f"Copies: {len(parts[0])} pairs of training samples, and {len(parts[1])} pairs of a "
-        "training sample and a target that is not one."
+        f"Duplicates: {len(parts[0])} pairs of training samples, and {len(parts[1])} pairs of a "
+        "training sample and a target."
     )
 
 
 def _pairs(train: Artifact, other: Artifact, among: str, memory_mb: int) -> pd.DataFrame:
-    """Return the pairs of a training sample and another sample that are copies, without repeats.
+    """Return each pair of a training sample and a sample in ``other`` that are duplicates.
 
-    Targets that are training samples are left out.
+    Each pair occurs once. Targets that are training samples are left out.
     """
     features, samples = train.matrix("features"), other.matrix("features")
-    # A float64 block of each file, and the cosines between them, must fit in memory.
+    # A float64 block of each file, and the cosines between the two, must fit into memory.
     block = max(64, min(1024, memory_mb * 2**20 // (100 * features.shape[1])))
     blocks: list[tuple[np.ndarray, ...]] = []
     ids, other_ids = (np.array(file.ids("sample_ids"), dtype=object) for file in (train, other))

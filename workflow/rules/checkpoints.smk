@@ -1,5 +1,5 @@
-# There is one rule for each group of runs whose checkpoint ids have the same suffixes, because the
-# outputs of a rule can differ only in its wildcards.
+# The files of one rule can differ only in wildcards. Runs that save checkpoints at different times
+# have files with different suffixes, and therefore need separate rules.
 for number, (ends, runs) in enumerate(specs.trained_together if trained else []):
     rule_name = f"train_checkpoint_{number + 1}" if number else "train_checkpoint"
 

@@ -1,4 +1,4 @@
-# Read and check the config, build the specs of all jobs, and run the preflight.
+# Read and check the config, build the settings of all jobs, and check the study and its files.
 import re
 import sys
 from contextlib import contextmanager
@@ -16,20 +16,20 @@ from trak_core.errors import InputError
 from trak_core.runtime.files import lock_tables_where_possible
 from trak_core.runtime.job import explain_interrupts, export_library_path, stage_module
 
-# Jobs are separate processes. They import the same trak_core as this file.
+# Jobs are separate processes, and must import the same trak_core as this file.
 export_library_path()
 schema = Path(workflow.source_path("../schemas/config.schema.yaml"))
-# A module of another workflow has a name, no `onstart`, and no `--config`.
+# If this workflow is a module of another one, it has a name, and no `onstart` and `--config`.
 is_module = __name__ is not None
 given = [] if is_module else workflow.config_settings.config_args or []
-# With a default storage provider, all inputs and outputs are in its store, even the user's files.
+# With a default storage provider, all files of jobs are in its store, even the user's own files.
 stored = workflow.storage_settings.default_storage_provider is not None
 placed = workflow.modifier.path_modifier
 
 
 @contextmanager
 def explained():
-    """Print only an error's message, and exit. A WorkflowError would also show lines of this file."""
+    """Print only an error's message, and exit. Snakemake would also show lines of this file."""
     try:
         yield
     except InputError as error:
@@ -42,10 +42,10 @@ with explained():
     for file in set(files).difference(preflight.brought_along):
         read_config.check_unique_keys(Path(file))
     config.update(read_config.completed(config, schema, entries=given))
-    # If the workflow is a module, its `prefix` changes the results folder.
+    # If this workflow is a module of another one, its `prefix` changes the results folder.
     results = Path(placed.replace_prefix(f"{config['results']}/_")).parent
     explain_interrupts(str(results), is_main=workflow.is_main_process)
-    # With a store, outputs are first written to the working folder.
+    # With a store, outputs are first written to the working folder, then uploaded.
     lock_tables_where_possible(Path() if stored else results)
     specs, digests = Specs(config, results), {}
     if workflow.is_main_process:
@@ -53,8 +53,8 @@ with explained():
         if not stored:
             for warning in differences_of_copy(config, results):
                 logger.warning(warning)
-            # If there is a record, `onstart` replaces it, but a module has no `onstart`.
+            # An existing record is replaced by `onstart`, or here for a module, which has none.
             read_config.record_config(config, results, replaces=is_module)
         if SharedFSUsage.SOURCES not in workflow.storage_settings.shared_fs_usage:
-            # Snakemake sends config files to jobs. Other files must be tracked by git.
+            # Snakemake sends config files to jobs, but other files only if git tracks them.
             workflow.configfiles += preflight.bring_along(specs.files)

@@ -1,4 +1,4 @@
-# Models that were retrained elsewhere are read from the user's file.
+# If models were retrained elsewhere, their outputs are read from the user's file.
 ground_truth = specs.evaluation.get("ground_truth")
 retrained_files, truth_signature = [], None
 if ground_truth is not None:
@@ -8,7 +8,7 @@ elif "subsets" in specs.evaluation:
     retrained_files = [
         f"{folder}/retrained/{i}-{j}.h5" for i, j in specs.subset_groups()
     ]
-# The checkpoints whose features the evaluation reads.
+# The checkpoints whose features the evaluation needs.
 with_features = specs.checkpoints if specs.measures_features else []
 
 

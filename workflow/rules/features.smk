@@ -10,7 +10,7 @@ use rule model_stage as compute_features with:
         "<results>/benchmarks/compute_features/{checkpoint}/{split}.tsv"
     wildcard_constraints:
         split=any_of([split for split, n in specs.shards.items() if n == 1]),
-    # Features are computed first, because jobs that wait for them would leave cores idle at the end.
+    # Other jobs wait for features. If features were computed last, cores would be idle at the end.
     priority: scores_first + 1
     params:
         code=code_of("compute_features"),
@@ -90,7 +90,7 @@ use rule stage as compute_scores with:
     wildcard_constraints:
         experiment=any_of(specs.experiments),
     priority: scores_first
-    # More threads would crash OpenBLAS's Cholesky factorization from proj_dim 16,384 on.
+    # With more threads, OpenBLAS's Cholesky factorization crashes for a proj_dim of 16,384 or more.
     threads: 1
     params:
         code=code_of("compute_scores"),
@@ -110,7 +110,7 @@ use rule stage as compute_self_influence with:
         "<results>/logs/compute_self_influence.log",
     benchmark:
         "<results>/benchmarks/compute_self_influence.tsv"
-    # More threads would crash OpenBLAS's Cholesky factorization from proj_dim 16,384 on.
+    # With more threads, OpenBLAS's Cholesky factorization crashes for a proj_dim of 16,384 or more.
     threads: 1
     params:
         code=code_of("compute_self_influence"),

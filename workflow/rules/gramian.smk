@@ -33,7 +33,7 @@ use rule stage as compute_exact_scores with:
     wildcard_constraints:
         experiment=any_of(specs.experiments),
     priority: scores_first
-    # More threads would crash OpenBLAS's Cholesky factorization from 16,384 samples on.
+    # With more threads, OpenBLAS's Cholesky factorization crashes for 16,384 or more samples.
     threads: 1
     params:
         code=code_of("compute_exact_scores"),

@@ -1,11 +1,11 @@
-# The study is needed only if it may define class names.
+# Lists need the study only if it may define class names.
 naming_study = (
     config["study"] if mentions(Path(config["study"]), "class_names") else None
 )
 
 
 def list_scores(kind):
-    """Return the file with the scores of training samples or of a pool, from which a list is made."""
+    """Return the file of scores from which a list is made. They may be for samples of a pool."""
     of = "pool" if kind == "select" and specs.pool is not None else "scores"
     return f"{folder}/{of}/{specs.lists[kind]['experiment']}.h5"
 
@@ -71,11 +71,11 @@ if specs.pool is not None:
             spec=specs.list_scores("select").as_dict(),
             pool=specs.pool,
         message:
-            "Averaging the checkpoints of the pool for {wildcards.experiment}"
+            "Averaging the pool's scores for {wildcards.experiment} over checkpoints"
 
 
 if "duplicates" in specs.lists:
-    # One checkpoint is enough, because duplicates have equal features with every checkpoint.
+    # One checkpoint is enough, because duplicates have equal features with any checkpoint.
     compared = specs.self_influence.ends[0]
     compared_with = specs.lists["duplicates"]["experiment"]
 
@@ -125,7 +125,7 @@ use rule stage as show_list with:
         "Showing the first rows of a list: {output.page}"
 
 
-# Each list's name is a Snakemake target.
+# The name of each list is also a Snakemake target.
 for kind in specs.lists:
 
     rule:

@@ -1,10 +1,10 @@
 removal_jobs = specs.removal_jobs
-# The methods that choose samples for a file of compared removals.
+# The methods that chose the samples to remove, for each file that compares removals.
 methods = lambda w: specs.removals[w.removed]["by"]
 
 
 def naming_samples(by):
-    """Return the files from which the samples to remove, or to train on, are chosen."""
+    """Return the files from which the method `by` chooses samples to remove or to train on."""
     if by == "top":
         return [f"{folder}/scores/{specs.evaluation['removals']['experiment']}.h5"]
     if by == "embedding_cosine":
@@ -12,7 +12,7 @@ def naming_samples(by):
     return [f"{folder}/lists/{by}.csv"] if by in specs.lists else []
 
 
-# `by` is random, top (the largest scores of a target), a baseline, or a list.
+# The wildcard `by` is random, top (the highest scores for a target), a baseline, or a list.
 use rule stage as retrain_removals with:
     input:
         named_by=lambda w: naming_samples(w.by),
@@ -34,7 +34,7 @@ use rule stage as retrain_removals with:
         spec=lambda w: specs.removals_spec(w.by).as_dict(),
         naming=lambda w: removal_jobs[w.by][int(w.part)],
     message:
-        "Retraining without or only on chosen samples: {wildcards.by}, part {wildcards.part}"
+        "Retraining without, or only on, chosen samples: {wildcards.by}, part {wildcards.part}"
 
 
 use rule stage as compare_removals with:

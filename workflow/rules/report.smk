@@ -1,6 +1,6 @@
 use rule stage as write_report with:
     input:
-        # The report links to the pages that jobs write together with these files.
+        # The report links to the pages of answers and lists. Jobs write them with these files.
         expand("<results>/figures/{experiment}.png", experiment=specs.scored),
         expand("<results>/lists/{kind}.html", kind=specs.lists),
         scores=expand("<results>/scores/{experiment}.h5", experiment=specs.scored),
@@ -26,7 +26,7 @@ use rule stage as write_report with:
 
 if measured_files:
 
-    # This report is written before the evaluation, because retraining models takes a long time.
+    # This report does not wait for the evaluation, because retraining models takes a long time.
     use rule write_report as write_report_first with:
         input:
             expand("<results>/figures/{experiment}.png", experiment=specs.scored),

@@ -25,7 +25,7 @@ use rule stage as average_scores with:
         question=question,
         mean_of=lambda w: specs.mean_of(w.experiment),
     message:
-        "Averaging the checkpoints of experiment {wildcards.experiment}"
+        "Averaging scores of experiment {wildcards.experiment} over checkpoints"
 
 
 use rule average_scores as average_scores_shard with:
@@ -41,8 +41,8 @@ use rule average_scores as average_scores_shard with:
     wildcard_constraints:
         n_shards=r"\d+",
     message:
-        "Averaging the checkpoints of experiment {wildcards.experiment}, shard {wildcards.shard} of "
-        "{wildcards.n_shards}"
+        "Averaging scores of experiment {wildcards.experiment} over checkpoints, "
+        "shard {wildcards.shard} of {wildcards.n_shards}"
 
 
 if specs.means:

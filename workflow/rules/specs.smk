@@ -1,7 +1,8 @@
-# Define the files and params of jobs as functions of their wildcards `w`. This file has no rules.
+# Functions that return the files and params of a job, given the job's wildcards `w`.
 #
-# Snakemake compares params as a set of texts, so it would not notice if two params exchanged their
-# values. Therefore all numbers are in one spec, and no two other params can have the same value.
+# Snakemake compares the params of a job as a set of texts, and would not notice if two params
+# exchanged their values. Therefore, one param (the spec) contains all numbers, and no two other
+# params can have the same value.
 compute, scoring = config["compute"], config["scoring"]
 folder, trained = config["results"], "training" in config
 any_of = lambda names: "|".join(map(re.escape, names)) or "(?!)"
@@ -19,11 +20,11 @@ wildcard_constraints:
 
 
 def own_file(path):
-    """Return a user's file as a rule's input, and a text that changes with its content.
+    """Return a user's file as the input of a rule, and a text that changes with its content.
 
-    The text is needed because Snakemake does not notice a file that is replaced by an older one, or
-    changes inside a folder. In processes that only run a job, the text is None, because the node may
-    not have the file. A module's `prefix` does not change the path.
+    The text is needed because Snakemake does not notice if a file is replaced by an older one, or
+    if a file in a folder changes. In a process that only runs a job, the text is None, because the
+    node may not have the file. The `prefix` of a module does not change the path.
     """
     if not stored and "://" not in path:
         return ancient(local(path)), digests.get(path)
@@ -35,7 +36,8 @@ def own_file(path):
         return ancient(file), preflight.stored_signature(path, store, results)
 
 
-# The file and the signature of each checkpoint. Trained checkpoints have no signature.
+# The file of each checkpoint, and the text that changes with the file's content. This text is None
+# for a checkpoint that the pipeline trains.
 checkpoint_files = {
     id_: (f"{folder}/checkpoints/{id_}.pt", None) if trained else own_file(c.path)
     for id_, c in specs.checkpoints.items()
@@ -53,53 +55,53 @@ question = lambda w: specs.questions.get(w.experiment)
 
 
 def selected_targets(w):
-    """Return a list with the file of selected targets if the split has a `where` condition."""
+    """Return a list with the file of selected targets, or [] without a `where` condition."""
     return [f"{folder}/targets/{w.split}.h5"] * (w.split in specs.conditions)
 
 
 def of_checkpoints(pattern, of=specs.checkpoints):
-    """Return one file for each checkpoint. Other wildcards remain in the pattern."""
+    """Return a file for each checkpoint, whose id replaces `{c}`. Other wildcards are kept."""
     return [f"{folder}/{pattern}".replace("{c}", c) for c in of]
 
 
 def of_ends(pattern):
-    """Return one file for the last checkpoint of each run."""
+    """Return a file for the last checkpoint of each run, whose id replaces `{c}`."""
     return of_checkpoints(pattern, specs.self_influence.ends)
 
 
 def of_shards(pattern, n):
-    """Return the files of `n` shards in a folder. Wildcards remain in the pattern of the folder."""
+    """Return the files of all `n` shards in the folder `pattern`. Wildcards are kept."""
     return [f"{folder}/{pattern}/{i}-of-{n}.h5" for i in range(1, n + 1)]
 
 
-# With top_k, scores are recomputed from features.
+# With top_k, files under the checkpoints do not contain scores, so features are read again.
 train_features = (
     of_checkpoints("features/{c}/train.h5") if scoring["keep"] == "top_k" else []
 )
 
 
-# The outputs besides scores that a config can request.
+# The files that a config can request in addition to scores.
 group_files = [f"{folder}/groups/{e}.h5" for e in specs.scored if "groups" in config]
 evaluation_files = [f"{folder}/evaluation/{e}.h5" for e in specs.measured]
 removals_files = [f"{folder}/removals/{name}.h5" for name in specs.removals]
 self_influence_files = [f"{folder}/self_influence.h5"] * bool(
     specs.evaluation.get("self_influence")
 )
-# Pages show self-influences only if these are computed for another reason.
+# Pages show self-influences only if they are computed anyway, for an evaluation or a list.
 known_self_influence = self_influence_files or (
     [f"{folder}/self_influence.h5"] * ("suspects" in specs.lists and specs.is_projected)
 )
 measured_files = evaluation_files + removals_files + self_influence_files
 
 
-# None requests no GPU. On Kubernetes, 0 would also be a request.
+# None means no request for a GPU. On Kubernetes, even 0 would be a request.
 gpu = 1 if compute["device"] == "cuda" else None
-# `conda` is a file or the name of an environment. Snakemake resolves paths relative to this folder,
-# but in a config they are relative to the working folder.
+# `conda` is a file or the name of an environment. In a config, a path is relative to the working
+# folder, but Snakemake would resolve it relative to this folder.
 environment = compute.get("conda", "../envs/trak.yaml")
 if "conda" in compute and environment.endswith((".yaml", ".yml")):
     environment = str(Path(environment).absolute())
-# The priority of rules for scores and figures, which run before the evaluation.
+# The priority of the rules for scores and figures, so that they run before the evaluation.
 scores_first = 10
 
 
@@ -109,12 +111,12 @@ def code_of(stage):
 
 
 def job_mb(wildcards, attempt):
-    # The interpreter, torch and the study's data need memory in addition to the arrays.
+    # 1500 MiB are for the interpreter, torch and the study's data, in addition to the arrays.
     return attempt * (compute["memory_mb"] + 1500)
 
 
 def model_job_mb(wildcards, attempt):
-    # A job for several checkpoints loads one at a time.
+    # A job for several checkpoints loads only one of them at a time.
     name = getattr(wildcards, "checkpoint", None)
     weights = preflight.largest_weights_mb(specs, results, name)
     return job_mb(wildcards, attempt) + attempt * weights

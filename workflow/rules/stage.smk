@@ -1,5 +1,6 @@
-# All jobs share an environment, a memory limit, and a script that runs the stage in the param `code`.
-# Each rule sets its log and benchmark, because with a store Snakemake does not fill in pathvars here.
+# All jobs share an environment, a memory limit, and a script, which runs the function named in the
+# param `code`. Each rule sets its own log and benchmark, because with a store, Snakemake does not
+# fill in pathvars in inherited ones.
 rule stage:
     log:
         "<results>/logs/stage.log",
@@ -13,7 +14,7 @@ rule stage:
         "../scripts/stage.py"
 
 
-# A job that runs the model.
+# The base of rules whose jobs run the model.
 use rule stage as model_stage with:
     threads: compute["threads"]
     resources:
