@@ -146,10 +146,7 @@ def image_folder(
 
 
 def _network(model: str, n_classes: int) -> nn.Module:
-    """Return the network that ``model`` names or that its function builds, with random weights.
-
-    ``model`` is the name of a network in timm or torchvision, or ``file.py:function``.
-    """
+    """Return the network with this name, or from this ``file.py:function``, with random weights."""
     if ":" in model or model.endswith(".py"):
         return function_at(model, "model")(n_classes)
     library, _, name = model.rpartition("/")

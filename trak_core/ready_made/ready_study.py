@@ -155,10 +155,7 @@ def used_by(*templates: str | None) -> set[str]:
 
 
 def field(row: Mapping[str, Any], name: str, advice: str = "") -> Any:
-    """Return the value of the field ``name`` in a row.
-
-    If the row has no such field, raise an InputError whose message ends with ``advice``.
-    """
+    """Return a row's field ``name``. If it is missing, raise an InputError with ``advice``."""
     if name not in row:
         raise InputError(
             f"study_arguments: every row must have the field {name}. Found a row with the fields "
