@@ -90,9 +90,11 @@ def scripted(path):
         file.writestr(f"{path.stem}/constants.pkl", b"")
 
 
-NO_STATE = r"a checkpoint must be a state dict saved by torch\.save, or safetensors\. .* Reading it"
+NO_STATE = (
+    r"a checkpoint must be a state dict saved by torch\.save, or safetensors\. .* Reading the"
+)
 NOT_FINITE = r"a checkpoint's weights must be finite\. Found NaN or infinity in 2\.bias\. Use"
-CUT = r"Reading it failed: .*(unexpected EOF|incomplete metadata).*\. Copy it again"
+CUT = r"Reading the file failed: .*(unexpected EOF|incomplete metadata).*\. Copy it again"
 
 # States that torch.save writes as they are; weights take the place of those of the model.
 STATES = {
@@ -104,7 +106,7 @@ STATES = {
         {"net": network().state_dict(), "args": argparse.Namespace(lr=0.1)},
         r"Found dict with net\. Choose a state dict for .* in the config: `state_dict: net`",
     ),
-    "keys that are numbers": ({1: torch.zeros(1)}, r"state dict \(names to .* Found dict with 1"),
+    "keys that are numbers": ({1: torch.zeros(1)}, r"state dict \(a dict .* Found dict with 1"),
 }
 WEIGHTS = {
     "quantized weights": (
@@ -150,7 +152,7 @@ CHECKPOINTS = {
     "a bomb": (bomb, r"it has compressed parts or folders, which torch\.save never writes"),
     "a pickle that runs code": (
         lambda path: save(path, Evil(path.with_name("ran"))),
-        r"Reading it failed: it contains (_?io|builtins)\.open\. ",
+        r"Reading the file failed: it contains (_?io|builtins)\.open\. ",
     ),
     "a bare pickle that runs code": (
         lambda path: path.write_bytes(pickle.dumps({"0.weight": Evil(path.with_name("ran"))})),

@@ -64,7 +64,7 @@ def _default_part(saved: Any, path: Path) -> Weights:
     entries = saved if isinstance(saved, dict) else {}
     raise InputError(
         f"{path}: a checkpoint must be a state dict (a dict from names to tensors), or contain one "
-        f"under the keys {', '.join(WRAPPERS)}. Found a {type(saved).__name__} with "
+        f"under the keys {', '.join(WRAPPERS)}. Found {type(saved).__name__} with "
         f"{', '.join(map(str, [*entries][:5])) or 'no keys'}. {remedy}",
         code="study.state_dict",
     )

@@ -84,11 +84,7 @@ def shared_prefixes(names: Iterable[str]) -> list[str]:
 
 
 def _prefixes(names: Iterable[str], own: Container[str]) -> Iterator[str]:
-    """Yield prefixes that may have to be removed from names to obtain names in ``own``.
-
-    First come the prefixes that all names share, then those that most often precede a name in
-    ``own``.
-    """
+    """Yield the prefixes that all names share, then those that often precede a name in ``own``."""
     yield from shared_prefixes(names)
     before_own = Counter(
         name[: end + 1]

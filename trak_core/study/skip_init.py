@@ -106,10 +106,7 @@ class _WatchReads(TorchFunctionMode):
 
 @contextmanager
 def _without_redraws() -> Generator[None, None, None]:
-    """Replace truncated normal draws in torch.nn.init by plain normal draws.
-
-    The function for truncated draws reads the numbers that it has drawn, so it cannot be skipped.
-    """
+    """Replace truncated normal draws, which read their numbers, by plain ones that do not."""
     name = "_no_grad_trunc_normal_"
     own: Any = getattr(nn.init, name, None)
 
