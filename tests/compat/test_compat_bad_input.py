@@ -146,7 +146,7 @@ def test_finalizing_what_is_not_there(loaded, tmp_path):
         loaded.finalize_features()
     with refused("compat.model_ids", "no 5", 0):
         loaded.finalize_features(model_ids=[5])
-    with refused("compat.model_ids", "Found none among none"):
+    with refused("compat.model_ids", "Found none among the stored ids (none)"):
         tracer(tmp_path / "empty").finalize_features()
     with refused("compat.model_ids", "no 9", 0) as caught:
         loaded.start_scoring_checkpoint("mine", STATE, 9, M)

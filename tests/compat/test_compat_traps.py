@@ -54,7 +54,7 @@ def test_allow_skip_leaves_out_checkpoints_with_a_warning(tmp_path):
     alone = np.array(traker.finalize_scores("mine", model_ids=[0]))
     with refused("compat.unusable", "model id 1", "targets are not scored"):
         traker.finalize_scores("mine")
-    with pytest.warns(UserWarning, match=r"Left out .*'mine': model id 1: its targets are not"):
+    with pytest.warns(UserWarning, match=r"'mine' leave out model id 1: its targets are not"):
         assert np.array_equal(traker.finalize_scores("mine", allow_skip=True), alone)
     # A checkpoint without finalized features is left out unless it is named.
     traker = featurized(tmp_path / "unfinished", (0, 1))

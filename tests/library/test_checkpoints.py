@@ -241,7 +241,7 @@ def test_a_weight_in_two_shards_is_refused(state, tmp_path, read):
     files = {key: f"model-{1 + (key > '1')}.safetensors" for key in state}
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": files}))
-    listed = re.compile(r"(?<=two files: ).*(?=\. Save)")
+    listed = re.compile(r"(?<=Found ).*(?= in two files\. Save)")
     with refused("study.checkpoint_shards", listed):
         read(net(), tmp_path)
 

@@ -74,7 +74,7 @@ def test_files_of_one_network_are_listed(others, kept):
     assert checkpoints == [*kept]
     first = next(iter(kept))
     assert [line.split(", ")[0] for line in lines] == [
-        f"left out: {name}: of another network than {first}" for name in others
+        f"left out: {name}: another network than {first}" for name in others
     ]
 
 

@@ -166,7 +166,7 @@ def test_a_message_that_the_template_leaves_out_is_reported(folder, capsys):
 def test_earlier_messages_of_the_assistant_are_told_of(folder, capsys, row, arguments, is_told):
     """Only the last message is explained, but training often counts all of the assistant's."""
     as_read(row, folder(ROLES), **arguments)
-    said = "1 of 1 training rows have earlier messages of the assistant, first rows.jsonl, line 1."
+    said = "1 of 1 training rows have earlier messages of the assistant. The first is rows.jsonl"
     assert (said in capsys.readouterr().err) is is_told
 
 
@@ -174,10 +174,12 @@ def test_rows_without_the_prompt_that_others_have_are_told_of(folder, capsys):
     rows = [{"prompt": "what", "text": " sky"}, {"text": "blue sky"}]
     study = language_model(write(Path("rows.jsonl"), rows), folder(ROLES))
     study.train_data()
-    said = "1 of 2 training rows have no prompt, unlike other rows, first rows.jsonl, line 2."
+    said = (
+        "1 of 2 training rows have no prompt, unlike other rows. The first is rows.jsonl, line 2."
+    )
     assert said in capsys.readouterr().err
     study.encode(text="sky")
-    assert "an asked row has no prompt, unlike training rows" in capsys.readouterr().err
+    assert "a row to explain has no prompt, unlike training rows" in capsys.readouterr().err
     study.encode(**rows[0])
     language_model(write(Path("rows.jsonl"), rows[1:]), folder(ROLES)).train_data()
     assert "no prompt" not in capsys.readouterr().err

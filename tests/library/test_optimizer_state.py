@@ -210,7 +210,7 @@ def spoiled(model):
 @pytest.mark.parametrize(
     ("made", "code", "values"),
     [
-        (ambiguous, "optimizer_order", ["4 parameters in 2 groups", 4, "several matches"]),
+        (ambiguous, "optimizer_order", ["4 parameters in 2 groups", 4, "more than one match"]),
         (without_moments, "optimizer_kind", ["momentum_buffer"]),
         (without_gradients, "second_moments", ["second.weight, second.bias"]),
         (spoiled, "second_moments", ["first.bias"]),

@@ -41,7 +41,7 @@ def test_a_config_may_name_each_kind_and_each_output():
 
 def test_each_kind_and_each_output_is_described():
     (kind,) = (one["properties"]["kind"] for one in SCHEMA["properties"]["projection"]["anyOf"][1:])
-    assert re.findall(r"`(\w+)` \(", kind["description"]) == KINDS
+    assert re.findall(r"`(\w+)`:", kind["description"]) == KINDS
     section = DESCRIBED.split("| `model_output` | f |")[1].split("\n\n")[0]
     rows = [line.split(" | ")[0] for line in section.splitlines()[2:]]
     assert [name for row in rows for name in re.findall(r"`(\w+)`", row)] == list(TABLE)

@@ -160,7 +160,7 @@ def test_a_stray_class_that_changes_the_number_of_outputs_is_named(stray, here):
     given = {"images": "images", "model": "net.py:net"}
     study = with_ready_study({"study": "image_folder", "study_arguments": given})["study"]
     about = {"model_output": "image_classification", "checkpoints": {"m.pt": [None]}}
-    classes = f"3 classes, which come from the labels in images.* {stray!r} .1., 'a' .2., 'b' "
+    classes = f"3 classes, which are the labels in images.* {stray!r} .1., 'a' .2., 'b' "
     with refused("study.checkpoint_keys", re.compile(classes), "(2, 3) for (3, 3)"):
         preflight(Path(study), {TRAIN: None}, **about)
 
@@ -180,6 +180,6 @@ def test_classes_that_timm_orders_otherwise(folders, tmp_path, capsys):
     assert study.class_names() == [folders[1], folders[0]]
     told = capsys.readouterr().err
     assert f"class 0 is '{folders[1]}'" in told
-    assert "as in torchvision's ImageFolder. In timm's ImageDataset, it is" in told
+    assert "as in torchvision's ImageFolder. In timm's ImageDataset, class" in told
     image_folder(str(tmp_path / "images"), "net.py:net", classes=folders)
     assert not capsys.readouterr().err

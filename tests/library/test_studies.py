@@ -261,7 +261,7 @@ def test_what_a_line_lacks_is_said(weights, tmp_path):
     example = '{"path": "new/17.png", "label": "cat"}'
     with refused("studies.line", "path, label", example, '{"text": "images/cat/1.png"}'):
         images.encode(text="images/cat/1.png")
-    with refused("studies.line", "no label", example):
+    with refused("studies.line", "no field label", example):
         images.encode(path="images/cat/1.png")
     with refused("studies.image_file", "none.png"):
         images.encode(path="none.png", label="cat")
@@ -278,10 +278,10 @@ def test_what_a_line_lacks_is_said(weights, tmp_path):
     table = tabular("rows.csv", "kind", "nets.py:net", classes=["paid", "due"])
     row = dict.fromkeys(columns, 1)
     unknown = "If the label of a row to explain is unknown, write the class to explain"
-    with refused("studies.line", "Found no kind in", unknown):
+    with refused("studies.line", "Found no field kind in", unknown):
         table.encode(**row)
     del row["x07"]
-    with refused("studies.line", "Found no x07 in") as caught:
+    with refused("studies.line", "Found no field x07 in") as caught:
         table.encode(**row, kind="paid")
     assert "unknown" not in str(caught.value)
     for cell in ("Paid", "paid ", "", "0"):
@@ -346,10 +346,10 @@ def test_empty_answers_are_counted(weights, tmp_path, capsys):
         study = language_model(file, str(weights), **given)
         assert [len(study.train_data()) for _ in range(2)] == [4, 4]
         told = capsys.readouterr().err
-        said = f"Notice: 2 of 4 training rows have an empty text, first {file}, line 2."
+        said = f"Notice: 2 of 4 training rows have an empty text. The first is {file}, line 2."
         assert told.count(said) == 1
         assert told.count("Notice: ") == 1 + ("prompt" in none)  # Other rows have no prompt.
         study.encode(**none)
-        assert "an asked text is empty" in capsys.readouterr().err
+        assert "a text to explain is empty" in capsys.readouterr().err
         language_model(write(tmp_path / "rows.jsonl", [full]), str(weights), **given).train_data()
         assert "Notice" not in capsys.readouterr().err

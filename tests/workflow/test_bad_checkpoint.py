@@ -81,9 +81,11 @@ def scripted(path):
         file.writestr(f"{path.stem}/constants.pkl", b"")
 
 
-NO_STATE = r"a checkpoint must be a state dict saved by torch\.save, or safetensors\. .* Reading it"
+NO_STATE = (
+    r"a checkpoint must be a state dict saved by torch\.save, or safetensors\. .* Reading the"
+)
 NOT_FINITE = r"a checkpoint's weights must be finite\. Found NaN or infinity in 2\.bias\. Use"
-CUT = r"Reading it failed: .*(unexpected EOF|incomplete metadata).*\. Copy it again"
+CUT = r"Reading the file failed: .*(unexpected EOF|incomplete metadata).*\. Copy it again"
 
 # States that torch.save writes as they are; weights take the place of those of the model.
 STATES = {
@@ -95,7 +97,7 @@ STATES = {
         {"net": network().state_dict(), "args": argparse.Namespace(lr=0.1)},
         r"Found dict with net\. Choose a state dict for .* in the config: `state_dict: net`",
     ),
-    "keys that are numbers": ({1: torch.zeros(1)}, r"state dict \(names to .* Found dict with 1"),
+    "keys that are numbers": ({1: torch.zeros(1)}, r"state dict \(a dict .* Found dict with 1"),
 }
 WEIGHTS = {
     "quantized weights": (
@@ -129,18 +131,18 @@ CHECKPOINTS = {
         lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\n"),
         r"It begins with b'version https://git-lfs\.github\.c'\. Copy it",
     ),
-    "a cut file": (cut, r"a zip file but does not end like one: it was cut off\. Copy it again"),
+    "a cut file": (cut, r"a zip file, but it was cut off\. Copy it again"),
     "a cut file of an old torch": (cut_old, CUT),
     "a cut safetensors file whose header's length is that of a text": (cut_wide_safetensors, CUT),
     "TorchScript": (
         scripted,
         r"with TorchScript archives passed to ``torch\.load``\. Copy it again",
     ),
-    "a part marked as a folder": (marked_as_folder, r"its parts are compressed or folders"),
-    "a bomb": (bomb, r"its parts are compressed or folders, which torch\.save never writes"),
+    "a part marked as a folder": (marked_as_folder, r"it has compressed parts or folders"),
+    "a bomb": (bomb, r"it has compressed parts or folders, which torch\.save never writes"),
     "a pickle that runs code": (
         lambda path: save(path, Evil(path.with_name("ran"))),
-        r"Reading it failed: it contains (_?io|builtins)\.open\. ",
+        r"Reading the file failed: it contains (_?io|builtins)\.open\. ",
     ),
     "a bare pickle that runs code": (
         lambda path: path.write_bytes(pickle.dumps({"0.weight": Evil(path.with_name("ran"))})),

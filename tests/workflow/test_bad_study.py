@@ -46,11 +46,11 @@ STUDIES = {
     "ids with a null byte": ("patient-{i}", "patient-{i}\\0", "study.ids", r"'patient-342\x00'"),
     "samples change": (
         *(DATA, "return [Noisy()] * 4\n\n\n" + NOISY),
-        *("study.random_samples", "two versions of 0"),
+        *("study.random_samples", "different values when sample 0 was read"),
     ),
     "one sample of many changes": (
         *(DATA, DATA + "\n\n\n" + RARELY_NOISY),
-        *("study.random_samples", "two versions of 341"),
+        *("study.random_samples", "different values when sample 341 was read"),
     ),
     "sample does not fit the model": (
         *("nn.Linear(10, 32)", "nn.Linear(11, 32)"),

@@ -200,8 +200,8 @@ def test_each_start_shows_samples_as_read_and_asked_ones_in_another_format(
     trained = (
         reads.format("training sample") + "'asked', then the text to explain: 'what what said'\n"
     )
-    lacks = "Notice: training samples {}, but this sample does not. If training added this text, "
-    lacks += "the sample must have it too.\n"
+    lacks = "Notice: training samples {}, but this sample does not. If this text "
+    lacks += "was added in training, the sample must have it too.\n"
     lines = f"{trained}{reads.format('sample of experiment asked')}'the sky is red'\n"
     lines += lacks.format("begin with 'asked'") + lacks.format("end with ' said'")
     for arguments in (["scores", "-n"], ["scores"]):

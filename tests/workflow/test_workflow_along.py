@@ -175,7 +175,7 @@ def test_another_time_trains_its_run_alone(study):
 
 def test_a_time_that_is_never_yielded_leaves_nothing_half(study):
     study.config["checkpoints"]["c"]["at"] = [2, 2.5]
-    assert "no model at 2.5. It yielded models at 1, 2, 3" in study.fail()
+    assert "no model at 2.5, but models at 1, 2, 3" in study.fail()
     assert not study.path("results/checkpoints/c-2.5.pt").exists()
     assert not study.path("results/checkpoints/c-2.pt").exists()
 

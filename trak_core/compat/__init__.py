@@ -1,7 +1,7 @@
-"""Provide the Python interface of the package ``trak``, version 0.3.2.
+"""The Python interface of the package ``trak``, version 0.3.2.
 
 A notebook that uses ``trak`` also runs with ``import trak_core.compat as trak``. Names, arguments,
-files and formulas are the same. ``docs/how-to/from-trak.md`` lists the differences.
+file names and formulas are the same. ``docs/how-to/from-trak.md`` lists the differences.
 """
 
 from trak_core.compat import (

@@ -1,4 +1,4 @@
-"""Compute per-sample gradients with TRAK's two classes: in one backward pass, or one by one."""
+"""Compute per-sample gradients with TRAK's two classes: in one backward pass, or in a loop."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -25,23 +25,23 @@ from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.model_outputs.supervised import CLASSIFICATION
 from trak_core.settings import ProjectionSpec
 
-# The first arguments of each method of trak_core.gradients.
+# The arguments of every function that computes gradients: model, parameters, model output, batch.
 _Arguments = tuple[nn.Module, dict[str, nn.Parameter], ModelOutput, Batch]
 
 
 def chosen_parameters(model: nn.Module, grad_wrt: Iterable[str] | None) -> dict[str, nn.Parameter]:
-    """Return the named parameters, including frozen ones, in the model's order. None means all."""
+    """Return the parameters with the names ``grad_wrt``, frozen or not. None selects all."""
     names = dict(model.named_parameters()) if grad_wrt is None else grad_wrt
     return select_parameters(model, list(names))
 
 
 class _ModelWithTask(nn.Module):
-    """A module that computes f of each sample, shape (B,), with a task's ``get_output``."""
+    """A module that returns a task's model output for each sample of a batch, shape (B,)."""
 
     def __init__(self, model: nn.Module, task: AbstractModelOutput, functional: bool) -> None:
         super().__init__()
         self.model = model
-        # A task may be a module. The tuple keeps it from becoming a submodule with parameters.
+        # A task may be a module. In a tuple, it is not registered as a submodule with parameters.
         self._task, self._functional = (task,), functional
 
     def forward(self, *batch: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class _ModelWithTask(nn.Module):
             return task.get_output(self.model, *state, *sample)
 
         if len(batch[0]) > 1:
-            # Fused attention has no vmap rule. The math backend computes the same function.
+            # vmap does not support fused attention. The math backend computes the same function.
             with sdpa_kernel(SDPBackend.MATH):
                 return torch.vmap(f)(*batch)
         if self._functional or getattr(task, "per_sample", False):
@@ -65,7 +65,7 @@ _VALUE = ModelOutput(value=lambda f, _: f, has_labels=False)
 
 
 class AbstractGradientComputer(ABC):
-    """Base class of classes that compute a task's per-sample gradients and loss weights."""
+    """The base class of objects that compute a task's per-sample gradients and loss weights."""
 
     def __init__(
         self,
@@ -80,21 +80,24 @@ class AbstractGradientComputer(ABC):
 
     @abstractmethod
     def load_model_params(self, model: nn.Module) -> None:
-        """Read the model's current parameters."""
+        """Use the current parameters of ``model`` in the next calls."""
 
     @abstractmethod
     def compute_per_sample_grad(self, batch: Sequence[Tensor]) -> Tensor | dict[str, Tensor]:
-        """Return df/dtheta of each sample: a dict of tensors (B, *shape), or (B, grad_dim)."""
+        """Return the gradient of the model output of each sample in a batch of B.
+
+        It is a dict with a tensor (B, *shape) for each parameter, or one tensor (B, grad_dim).
+        """
 
     @abstractmethod
     def compute_loss_grad(self, batch: Sequence[Tensor]) -> Tensor:
-        """Return Q of each sample, shape (B, 1)."""
+        """Return the loss weight Q of each sample, shape (B, 1)."""
 
 
 class FunctionalGradientComputer(AbstractGradientComputer):
-    """Compute the gradients of all samples in one backward pass, as a dict of (B, *shape).
+    """Compute the gradients of all B samples in one backward pass, as tensors (B, *shape) by name.
 
-    ``torch.vmap`` is called only for the ``get_output`` of a user-defined task. If the model or
+    ``torch.vmap`` is called only for the ``get_output`` of a user-defined task. If the model or the
     task does not support one backward pass, samples are differentiated one by one, and a notice is
     printed.
     """
@@ -119,7 +122,7 @@ class FunctionalGradientComputer(AbstractGradientComputer):
     def load_model_params(self, model: nn.Module) -> None:
         self.model, self.parameters = model, chosen_parameters(model, self.grad_wrt)
         self.model_params = list(self.parameters.values())
-        # Arguments of functional calls. They are None if the task calls the model itself.
+        # The weights and buffers that tasks get. They are None if tasks call the model as it is.
         self.func_weights = dict(model.named_parameters()) if self._functional else None
         self.func_buffers = dict(model.named_buffers()) if self._functional else None
 
@@ -151,13 +154,16 @@ class FunctionalGradientComputer(AbstractGradientComputer):
     def features(
         self, batch: Sequence[Tensor], projection: ProjectionSpec, ids: Sequence[object]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return projected gradients (B, k), and Q (B, 1), or None if Q requires another pass."""
+        """Return a batch's projected gradients, shape (B, k), and loss weights, shape (B, 1).
+
+        None is returned instead of loss weights that require another forward pass.
+        """
         method, arguments = self._method_and_arguments(batch)
         threads = torch.get_num_threads()
         rows, *columns = queued_features(
             method, *arguments, projection, ids, threads, None, is_scaled=False
         ).wait()
-        # CLASSIFICATION computes Q for the temperature 1.
+        # CLASSIFICATION computes the loss weights only for the temperature 1.
         is_classification = arguments[2] is CLASSIFICATION
         if is_classification and vars(self.modelout_fn)["loss_temperature"] == 1:
             return rows, columns[3].unsqueeze(1)
@@ -165,10 +171,10 @@ class FunctionalGradientComputer(AbstractGradientComputer):
 
 
 class IterativeGradientComputer(FunctionalGradientComputer):
-    """Compute gradients by autograd in a loop over samples, shape (B, grad_dim).
+    """Compute gradients by autograd in a loop over the B samples, shape (B, grad_dim).
 
-    The task's ``get_output`` takes a batch of one sample, or the sample without batch dimension if
-    ``task.per_sample``, and None for weights and buffers.
+    The task's ``get_output`` is called with a batch of one sample, or if ``task.per_sample`` is
+    true, with the sample without batch dimension. Weights and buffers are None.
     """
 
     _functional = False

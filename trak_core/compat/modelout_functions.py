@@ -1,4 +1,4 @@
-"""Compute TRAK's model outputs f(z; theta) and loss weights Q, with one class for each task."""
+"""Compute TRAK's model outputs f and loss weights Q, with one class for each task."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ Weights = Mapping[str, Tensor] | None
 
 
 def is_unmodified(instance: object) -> bool:
-    """Return whether the class of ``instance`` is in this package, with no method replaced."""
+    """Return whether an object has a class of this package, and none of its methods is replaced."""
     kind = type(instance)
     is_builtin = kind.__module__.startswith(f"{__package__}.")
     return is_builtin and not any(hasattr(kind, name) for name in vars(instance))
@@ -27,39 +27,40 @@ def is_unmodified(instance: object) -> bool:
 def _call(
     model: nn.Module, weights: Weights, buffers: Weights, /, *args: Tensor, **kwargs: Tensor
 ) -> Any:
-    """Call a model with the given weights and buffers, or with its own if ``weights`` is None."""
+    """Call a model with the given weights and buffers, or as it is if ``weights`` is None."""
     if weights is None:
         return model(*args, **kwargs)
     return functional_call(model, {**weights, **(buffers or {})}, args, kwargs)
 
 
 class AbstractModelOutput(ABC):
-    """Base class of model outputs f with their loss weights Q."""
+    """The base class of model outputs f with their loss weights Q."""
 
-    # Whether get_output takes a sample without batch dimension if weights is None.
+    # If this is true and weights is None, get_output takes a sample without batch dimension.
     per_sample: ClassVar[bool] = False
 
     @abstractmethod
     def get_output(
         self, model: nn.Module, weights: Weights, buffers: Weights, *sample: Tensor
     ) -> Tensor:
-        """Return f of one sample as a scalar, for the model with these weights and buffers."""
+        """Return the model output f of one sample, a scalar, with these weights and buffers."""
 
     @abstractmethod
     def get_out_to_loss_grad(
         self, model: nn.Module, weights: Weights, buffers: Weights, batch: Iterable[Tensor]
     ) -> Tensor:
-        """Return Q of each sample of a batch, shape (B, 1)."""
+        """Return the loss weight Q of each sample of a batch, shape (B, 1)."""
 
 
 class ImageClassificationModelOutput(AbstractModelOutput):
-    """The log-odds of the label, the last entry of a sample, for a model that returns logits.
+    """The log-odds of a sample's label, for a model that returns logits.
 
-    ``temperature`` is the softmax temperature of the training loss. It changes Q, but not f.
+    The label is the last entry of a sample. ``temperature`` is the softmax temperature of the
+    training loss. It changes the loss weights Q, but not the model output f.
     """
 
     per_sample = True
-    # Names of the model's inputs, in the order of the batch. Empty for positional inputs.
+    # The names of the model's inputs, in the order of a batch. It is empty for positional inputs.
     names: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, temperature: float = 1.0) -> None:
@@ -78,7 +79,7 @@ class ImageClassificationModelOutput(AbstractModelOutput):
     def get_output(  # pyright: ignore[reportIncompatibleMethodOverride]
         cls, model: nn.Module, weights: Weights, buffers: Weights, *sample: Tensor
     ) -> Tensor:
-        """Return the margin of one sample without batch dimension, a scalar."""
+        """Return the log-odds of the label of one sample without batch dimension, a scalar."""
         *inputs, label = sample
         logits = cls._logits(model, weights, buffers, [t.unsqueeze(0) for t in inputs])
         return margin(logits.squeeze(0), label)
@@ -87,14 +88,14 @@ class ImageClassificationModelOutput(AbstractModelOutput):
     def get_out_to_loss_grad(
         self, model: nn.Module, weights: Weights, buffers: Weights, batch: Iterable[Tensor]
     ) -> Tensor:
-        """Return Q = 1 - p_y, shape (B, 1), computed without cancellation for p_y close to 1."""
+        """Return 1 - p(label), shape (B, 1). It is accurate even if p(label) is close to 1."""
         *inputs, labels = batch
         logits = self._logits(model, weights, buffers, inputs)
         return probability_weight(margin(logits / self.loss_temperature, labels)).unsqueeze(-1)
 
 
 class IterativeImageClassificationModelOutput(ImageClassificationModelOutput):
-    """The log-odds of all labels of a batch, for ``IterativeGradientComputer``."""
+    """The log-odds of the labels of a batch, for ``IterativeGradientComputer``."""
 
     per_sample = False
 
@@ -102,19 +103,19 @@ class IterativeImageClassificationModelOutput(ImageClassificationModelOutput):
     def get_output(
         cls, model: nn.Module, weights: Weights, buffers: Weights, *sample: Tensor
     ) -> Tensor:
-        """Return the margins of a batch, shape (B,)."""
+        """Return the log-odds of the label of each sample in a batch, shape (B,)."""
         *inputs, labels = sample
         return margin(cls._logits(model, weights, buffers, inputs), labels)
 
 
 class TextClassificationModelOutput(ImageClassificationModelOutput):
-    """The log-odds for a model that takes input_ids, token_type_ids and attention_mask."""
+    """The log-odds of the label, for a model of input_ids, token_type_ids and attention_mask."""
 
     names = ("input_ids", "token_type_ids", "attention_mask")
 
 
 def classification_batch(task: AbstractModelOutput, batch: Sequence[Tensor]) -> Batch | None:
-    """Return the batch for ``CLASSIFICATION``, or None if the task may compute another f."""
+    """Return a batch for ``CLASSIFICATION``, or None if the task has another model output."""
     if not (isinstance(task, ImageClassificationModelOutput) and is_unmodified(task)):
         return None
     named = dict(zip((*task.names, "labels"), batch, strict=True)) if task.names else None
@@ -124,10 +125,10 @@ def classification_batch(task: AbstractModelOutput, batch: Sequence[Tensor]) -> 
 class CLIPModelOutput(AbstractModelOutput):
     """The contrastive margin of an image and its text against a simulated batch.
 
-    f is the sum of ``trak_core.model_outputs.clip.pair_margins``. The simulated batch is drawn with
-    a fixed seed. The model takes ``image`` and ``text`` and returns image embeddings, text
-    embeddings and the logit scale, as open_clip's models do. ``temperature``, if given, replaces
-    the logit scale.
+    The model output is the sum of ``trak_core.model_outputs.clip.pair_margins``. The pairs in the
+    simulated batch are drawn with a fixed seed. The model takes ``image`` and ``text`` and returns
+    image embeddings, text embeddings and the logit scale, as open_clip's models do. If
+    ``temperature`` is given, it is used instead of the logit scale.
 
     Source: Park et al., "TRAK", ICML 2023, section 5.1.
     """
@@ -154,7 +155,10 @@ class CLIPModelOutput(AbstractModelOutput):
         preprocess_fn_img: Callable[[Any], Tensor] | None = None,
         preprocess_fn_txt: Callable[[Any], Tensor] | None = None,
     ) -> None:
-        """Compute embeddings of the first ``size`` pairs of a loader of batches (images, texts)."""
+        """Compute and keep the embeddings of the first ``size`` pairs from ``loader``.
+
+        ``loader`` yields batches (images, texts). Simulated batches are drawn from these pairs.
+        """
         parts: list[Tensor] = []
         with torch.no_grad():
             for images, texts in loader:
@@ -170,7 +174,7 @@ class CLIPModelOutput(AbstractModelOutput):
 
     @staticmethod
     def _draw() -> None:
-        """Draw the simulated batch once, because vmap could draw another one for each sample."""
+        """Draw the simulated batch once. vmap could draw another batch for each sample."""
         n, size = CLIPModelOutput.num_computed_embeddings, CLIPModelOutput.sim_batch_size
         CLIPModelOutput._picked = drawn_pairs(n, size, seed=0)
 
@@ -178,7 +182,7 @@ class CLIPModelOutput(AbstractModelOutput):
     def _contrast(scale: float) -> ModelOutput:
         u, v = CLIPModelOutput.image_embeddings, CLIPModelOutput.text_embeddings
         if u is None or v is None:
-            message = "CLIP's model output needs embeddings. Found none. Call `get_embeddings`."
+            message = "CLIP's model output needs embeddings of pairs. Call `get_embeddings` first."
             raise InputError(message, code="compat.no_embeddings")
         return contrast(u[CLIPModelOutput._picked], v[CLIPModelOutput._picked], scale)
 
@@ -186,7 +190,7 @@ class CLIPModelOutput(AbstractModelOutput):
     def get_output(  # pyright: ignore[reportIncompatibleMethodOverride]
         model: nn.Module, weights: Weights, buffers: Weights, image: Tensor, label: Tensor
     ) -> Tensor:
-        """Return f of one image and its text ``label`` as a scalar."""
+        """Return the model output of one ``image`` and its text ``label``, a scalar."""
         returned = _call(model, weights, buffers, image=image[None], text=label[None])
         return CLIPModelOutput._contrast(1.0).value(read_embeddings(returned)[0], label)
 
@@ -194,7 +198,7 @@ class CLIPModelOutput(AbstractModelOutput):
     def get_out_to_loss_grad(
         self, model: nn.Module, weights: Weights, buffers: Weights, batch: Iterable[Tensor]
     ) -> Tensor:
-        """Return Q, shape (B, 1): the mean of 1 - p(text | image) and 1 - p(image | text)."""
+        """Return the mean of 1 - p(text | image) and 1 - p(image | text), shape (B, 1)."""
         images, texts = batch
         returned = _call(model, weights, buffers, image=images, text=texts)
         scale = self.temperature

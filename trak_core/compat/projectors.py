@@ -1,7 +1,7 @@
-"""Project gradients with TRAK's projector classes, which all apply the same matrix.
+"""Project gradients with TRAK's projector classes, which all multiply by the same random matrix.
 
-An entry of the matrix depends only on the seed, the model id, its row and its column, and is not
-scaled. Results are float32 for gradients of any dtype, because sums in float16 could overflow.
+An entry of the matrix depends only on the seed, the model id, the row and the column. The matrix is
+not scaled. Features are float32 for gradients of any dtype, because float16 could overflow.
 """
 
 from abc import ABC, abstractmethod
@@ -23,7 +23,7 @@ Device = str | torch.device
 
 
 class ProjectionType(StrEnum):
-    """Distribution of the matrix entries."""
+    """The distribution of the entries of the projection matrix."""
 
     normal = "normal"
     rademacher = "rademacher"
@@ -32,14 +32,14 @@ class ProjectionType(StrEnum):
 def vectorize(
     g: Mapping[str, Tensor], arr: Tensor | None = None, device: Device = "cuda"
 ) -> Tensor:
-    """Return gradients (B, *shape) as one tensor (B, p), or write them to ``arr``."""
+    """Return a dict of gradients (B, *shape) as one tensor (B, p), which is ``arr`` if given."""
     device = device if arr is None else arr.device
     flat = torch.cat([x.detach().reshape(len(x), -1).to(device) for x in g.values()], dim=1)
     return flat if arr is None else arr.copy_(flat)
 
 
 class AbstractProjector(ABC):
-    """Base class of projections of gradients (B, grad_dim) to features (B, proj_dim)."""
+    """The base class of projectors from gradients (B, grad_dim) to features (B, proj_dim)."""
 
     def __init__(
         self, grad_dim: int, proj_dim: int, seed: int, proj_type: str, device: Device
@@ -49,13 +49,13 @@ class AbstractProjector(ABC):
 
     @abstractmethod
     def project(self, grads: Gradients, model_id: int) -> Tensor:
-        """Return features (B, proj_dim), computed with the matrix of ``model_id``.
+        """Return features (B, proj_dim), projected with the matrix of ``model_id``.
 
-        ``grads`` is a tensor (B, grad_dim), or a dict of tensors (B, *shape) (see ``vectorize``).
+        ``grads`` is a tensor (B, grad_dim), or a dict with a tensor (B, *shape) per parameter.
         """
 
     def free_memory(self) -> None:  # ruff: ignore[empty-method-without-abstract-decorator]
-        """Delete tensors that can be recomputed."""
+        """Delete tensors that can be computed again, to free memory."""
 
 
 class NoOpProjector(AbstractProjector):
@@ -74,12 +74,12 @@ class NoOpProjector(AbstractProjector):
         super().__init__(grad_dim, proj_dim, seed, proj_type, device)
 
     def spec(self, model_id: int, n_params: int) -> ProjectionSpec:
-        """Return the identity projection."""
+        """Return the definition of the identity projection."""
         kind = ProjectionKind.IDENTITY
         return ProjectionSpec(kind=kind, n_params=n_params, proj_dim=n_params, seed=0, stream=0)
 
     def project(self, grads: Gradients, model_id: int) -> Tensor:
-        """Return the gradients, shape (B, p), on their device."""
+        """Return the gradients as one tensor, shape (B, p), on their device."""
         grads = {"": grads} if isinstance(grads, Tensor) else grads
         return vectorize(grads, device=next(iter(grads.values())).device)
 
@@ -106,11 +106,11 @@ class BasicProjector(AbstractProjector):
         super().__init__(grad_dim, proj_dim, seed, ProjectionType(proj_type), device)
         self.block_size, self.max_batch_size = min(proj_dim, block_size), max_batch_size
         self.dtype, self.model_id = dtype, model_id
-        self.spec(0, grad_dim)  # Raise an error for sizes and seeds out of range.
+        self.spec(0, grad_dim)  # Raises an error if a size or the seed is out of range.
         self.get_generator_states()
 
     def spec(self, model_id: int, n_params: int) -> ProjectionSpec:
-        """Return the projection of a model id. ``n_params`` must equal ``grad_dim``."""
+        """Return the definition of the projection for a model id, with ``n_params`` = grad_dim."""
         if n_params != self.grad_dim:
             message = f"Gradients must have {self.grad_dim} entries (grad_dim). Found {n_params}."
             raise InputError(message, code="compat.grad_dim")
@@ -133,19 +133,19 @@ class BasicProjector(AbstractProjector):
         vars(self).pop("proj_matrix", None)
 
     def get_generator_states(self) -> None:
-        """Set ``generator_states`` to the number of the first column of each block."""
+        """Set ``generator_states`` to the first column of each block of the matrix."""
         self.generator_states = list(range(0, self.proj_dim, self.block_size))
         self.num_blocks = len(self.generator_states)
 
     def generate_sketch_matrix(self, generator_state: int = 0) -> None:
-        """Set ``proj_matrix`` to the block of columns that starts at ``generator_state``."""
+        """Set ``proj_matrix`` to the columns from ``generator_state`` to the end of the block."""
         columns = slice(generator_state, generator_state + self.block_size)
         matrix = projection_matrix(self.spec(self.model_id, self.grad_dim))[:, columns]
         self.proj_matrix = torch.from_numpy(matrix).to(self.device, torch.float32)
 
 
 class BasicSingleBlockProjector(BasicProjector):
-    """A ``BasicProjector`` that computes ``proj_matrix`` (grad_dim, proj_dim) at construction."""
+    """A ``BasicProjector`` that also keeps the whole matrix (grad_dim, proj_dim) in memory."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class BasicSingleBlockProjector(BasicProjector):
 
 
 class CudaProjector(BasicProjector):
-    """A ``BasicProjector`` on a CUDA device, where a kernel projects batches of any size."""
+    """A ``BasicProjector`` that requires a CUDA device. Batches can have any size."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class CudaProjector(BasicProjector):
 
 
 class ChunkedCudaProjector(BasicProjector):
-    """A projector that projects groups of parameters with one matrix and the first one's seed."""
+    """A projector of chunks of parameters. The settings of the first projector hold for all."""
 
     def __init__(
         self,
@@ -201,4 +201,4 @@ class ChunkedCudaProjector(BasicProjector):
         self.params_per_chunk, self.feat_bs = params_per_chunk, feat_bs
 
     def allocate_input(self) -> None:
-        """Do nothing, because no buffer is needed."""
+        """Do nothing. The method exists because ``trak`` has it, but no buffer is needed."""

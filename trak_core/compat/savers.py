@@ -8,8 +8,9 @@
     {m}/{exp}_grads.mmap     targets (m, k), NaN if not scored yet
     scores/{exp}.mmap        (n, m)
 
-Each ``.mmap`` file has the format ``.npy``. Files are created atomically, JSON files are replaced
-atomically, and processes lock the files that they share.
+Here, n is the number of training samples, k is the projection dimension, {m} is a model id, and
+{exp} is an experiment with m targets. Each ``.mmap`` file has the format ``.npy``. All files are
+created atomically, and JSON files are replaced atomically. Processes lock the files they share.
 """
 
 import contextlib
@@ -29,11 +30,11 @@ from trak_core.runtime.files import atomic_write, supports_locks
 
 
 class ModelIDException(InputError):
-    """An error for a model id whose state does not allow a call."""
+    """An error that is raised if a call is not allowed in the present state of a model id."""
 
 
 class AssertedError(InputError, AssertionError):
-    """An error that is also an ``AssertionError``, which scripts for ``trak`` may catch."""
+    """An InputError that is also an AssertionError, which scripts for ``trak`` may catch."""
 
 
 def _write_json(path: Path, content: Any) -> None:
@@ -44,7 +45,7 @@ def _write_json(path: Path, content: Any) -> None:
 def _write_map(path: Path, shape: tuple[int, ...], dtype: Any, values: Any) -> None:
     with atomic_write(path) as partial:
         array = open_memmap(partial, mode="w+", shape=shape, dtype=dtype)
-        if np.any(values):  # Zeros are not written, so that the file is sparse.
+        if np.any(values):  # Zeros are not written, because a sparse file takes no disk space.
             array[:] = values
         array.flush()
 
@@ -52,7 +53,7 @@ def _write_map(path: Path, shape: tuple[int, ...], dtype: Any, values: Any) -> N
 def _open_map(
     path: Path, shape: tuple[int, ...], dtype: Any, mode: str, fill: float = 0
 ) -> np.memmap | None:
-    """Open a ``.npy`` file. Create a missing file in mode ``w+``, else return None for it."""
+    """Open a ``.npy`` file. If it is missing, create it in mode ``w+``, or else return None."""
     if not path.exists():
         if mode != "w+":
             return None
@@ -61,9 +62,9 @@ def _open_map(
 
 
 class AbstractSaver(ABC):
-    """Base class of stores, which contain the arrays of a TRAKer and their state.
+    """The base class of stores, which contain the arrays of a TRAKer and their state.
 
-    ``model_ids`` and ``experiments`` are the states in the JSON files. ``current_store`` contains
+    ``model_ids`` and ``experiments`` are the contents of the JSON files. ``current_store`` contains
     the open arrays of the model id ``current_model_id``.
     """
 
@@ -76,7 +77,7 @@ class AbstractSaver(ABC):
         logging_level: int,
         use_half_precision: bool,
     ) -> None:
-        """Create or open the folder. Raise an error if its ``metadata`` differ."""
+        """Create the folder, or open it. Raise an error if it has other ``metadata``."""
         self.save_dir = Path(save_dir).resolve()
         self.metadata, self.load_from_save_dir = dict(metadata), load_from_save_dir
         self.use_half_precision = use_half_precision
@@ -94,20 +95,20 @@ class AbstractSaver(ABC):
             for path, content in ((self.metadata_file, self.metadata), (self.experiments_file, {})):
                 if not path.exists():
                     _write_json(path, content)
-        # Earlier versions did not store the dtype.
+        # Earlier versions did not store the dtype, so folders without it are accepted.
         stored = {"dtype": self.metadata.get("dtype"), **json.loads(self.metadata_file.read_text())}
         for name, value in self.metadata.items():
             if stored.get(name) != value:
                 raise AssertedError(
-                    f"All calls with one save_dir must use the same settings. Found {name} "
-                    f"{stored.get(name)!r} in {self.save_dir}, and {value!r} in this call. Use the "
-                    "same value, or another save_dir.",
+                    "All calls with one save_dir must use the same settings. Found the value "
+                    f"{stored.get(name)!r} of {name} in {self.save_dir}, and {value!r} in this "
+                    "call. Use the same value, or another save_dir.",
                     code="compat.other_settings",
                 )
         self.refresh()
 
     def refresh(self) -> None:
-        """Read the states that other processes wrote, if ``load_from_save_dir`` is set."""
+        """Read the JSON files that other processes have written, if ``load_from_save_dir``."""
         if self.load_from_save_dir:
             for path in self.save_dir.glob("id_*.json"):
                 self._read_id(path)
@@ -124,19 +125,19 @@ class AbstractSaver(ABC):
         return model_id in self.model_ids
 
     def write_scores(self, exp_name: str, scores: np.ndarray) -> np.ndarray:
-        """Write the scores of an experiment into ``current_store``, and return them."""
+        """Write the scores of an experiment to the store, and return the stored array."""
         self.current_store[f"{exp_name}_scores"][:] = scores
         self.save_scores(exp_name)
         return self.current_store[f"{exp_name}_scores"]
 
     @contextlib.contextmanager
     def locked(self) -> Generator[None, None, None]:
-        """Lock the folder within the context. Warn once if its file system supports no locks."""
+        """Lock the folder within the context. Warn once if the disk does not support locks."""
         with (self.save_dir / ".lock").open("a") as file:
             if supports_locks(file.fileno()):
                 fcntl.flock(file, fcntl.LOCK_EX)
             elif not self._warned_of_locks:
-                message = "%s: the disk has no file locks. Run only one process at a time."
+                message = "%s: the disk does not support file locks. Run one process at a time."
                 self.logger.warning(message, self.save_dir)
                 self._warned_of_locks = True
             yield
@@ -145,19 +146,19 @@ class AbstractSaver(ABC):
     def register_model_id(
         self, model_id: int, _allow_featurizing_already_registered: bool = False
     ) -> None:
-        """Create the arrays of a new model id. With the flag, open a registered model id."""
+        """Create the arrays of a new model id. With the flag, a registered model id is opened."""
 
     @abstractmethod
     def serialize_current_model_id_metadata(self, already_exists: bool = True) -> None:
-        """Write the state of the current model id if it is new or completely featurized."""
+        """Write the JSON file of the current model id, if it is new or completely featurized."""
 
     @abstractmethod
     def init_store(self, model_id: int) -> None:
-        """Create the missing arrays of a model id, and open all of them."""
+        """Open the arrays of a model id. Create those that are missing."""
 
     @abstractmethod
     def init_experiment(self, exp_name: str, num_targets: int, model_id: int) -> None:
-        """Create the missing arrays of an experiment for a model id, and open all of them."""
+        """Open the arrays of an experiment for a model id. Create those that are missing."""
 
     @abstractmethod
     def load_current_store(
@@ -167,7 +168,7 @@ class AbstractSaver(ABC):
         exp_num_targets: int = -1,
         mode: str = "r+",
     ) -> None:
-        """Open the arrays of a model id or of an experiment. Mode ``w+`` creates missing arrays."""
+        """Open the arrays of a model id or experiment. In mode ``w+``, create missing arrays."""
 
     @abstractmethod
     def save_scores(self, exp_name: str) -> None:
@@ -175,7 +176,7 @@ class AbstractSaver(ABC):
 
     @abstractmethod
     def del_grads(self, model_id: int, target: bool = False) -> None:
-        """Delete the gradients of the training samples of a model id, or those of its targets."""
+        """Delete the training gradients of a model id, or the target gradients if ``target``."""
 
 
 class MmapSaver(AbstractSaver):
@@ -199,16 +200,16 @@ class MmapSaver(AbstractSaver):
     ) -> None:
         is_new = not self.is_registered(model_id)
         if not is_new and not _allow_featurizing_already_registered:
-            message = f"Model id {model_id} is already registered. Call `load_checkpoint`."
+            message = f"Model id {model_id} is registered already. Call `load_checkpoint`."
             raise ModelIDException(message, code="compat.registered")
         self.init_store(model_id)
         if not is_new or self.is_registered(model_id):
-            return  # Another process has registered it in the meantime.
+            return  # It was registered before, or by another process in the meantime.
         if self.current_store["is_featurized"].any():
             folder = self.save_dir / str(model_id)
             raise ModelIDException(
-                f"A new model id must have no features. Found some in {folder}, but no "
-                f"id_{model_id}.json. Delete that folder.",
+                f"A new model id must have no features. Found features in {folder}, but no "
+                f"id_{model_id}.json in {self.save_dir}. Delete the folder of features.",
                 code="compat.leftover",
             )
         self.model_ids[model_id] = {"is_featurized": 0, "is_finalized": 0}
@@ -225,7 +226,7 @@ class MmapSaver(AbstractSaver):
 
     def init_store(self, model_id: int) -> None:
         (self.save_dir / str(model_id)).mkdir(exist_ok=True)
-        # With the lock, two processes cannot both create the same arrays.
+        # Without the lock, two processes could create the same arrays.
         with self.locked():
             self.load_current_store(model_id, mode="w+")
 
@@ -241,11 +242,11 @@ class MmapSaver(AbstractSaver):
                     code="compat.other_targets",
                 )
             self.load_current_store(model_id, exp_name, num_targets, mode="w+")
-        # The arrays are read-only, because several processes may score at the same time.
+        # These arrays are opened read-only, because several processes may score at the same time.
         self.load_current_store(model_id, mode="r")
 
     def _update_experiment(self, exp_name: str, new: Any, **changes: Any) -> dict[str, Any]:
-        """Write ``changes`` to the state of an experiment, or to ``new``, and return the state."""
+        """Return an experiment's state, or ``new`` if there is none, after writing ``changes``."""
         experiments = json.loads(self.experiments_file.read_text())
         experiments[exp_name] = experiments.get(exp_name, new) | changes
         _write_json(self.experiments_file, experiments)
@@ -272,14 +273,14 @@ class MmapSaver(AbstractSaver):
             store["is_featurized"] = _open_map(path, (n, 1), np.int32, mode)
         else:
             self.current_experiment_name, path = exp_name, folder / f"{exp_name}_grads.mmap"
-            # NaN marks targets without gradients. Zeros could be the gradients of a target.
+            # NaN marks targets that are not scored yet. Zeros could be the gradient of a target.
             store[path.stem] = _open_map(path, (exp_num_targets, k), dtype, mode, np.nan)
-            # Scores are always float32, and write_scores replaces the whole file.
+            # Scores are opened as read-only, because write_scores replaces the whole file.
             shape, path = (n, exp_num_targets), self._scores_path(exp_name)
             store[f"{exp_name}_scores"] = _open_map(path, shape, np.float32, "r")
 
     def write_scores(self, exp_name: str, scores: np.ndarray) -> np.ndarray:
-        """Write the scores, and return them as an array. Changes to this array are not saved."""
+        """Write the scores, and return them. Changes to the returned array are not saved."""
         path = self._scores_path(exp_name)
         _write_map(path, scores.shape, np.float32, scores)
         self.save_scores(exp_name)

@@ -3,8 +3,9 @@
     K_c    = inv(G_c^T G_c + lambda I),  then K_c /= mean(|K_c|)
     scores = mean_c(G_c K_c T_c^T) * mean_c(Q_c)
 
-with checkpoints c, projected training gradients G_c (n, k), target gradients T_c (m, k) and loss
-weights Q_c (n, 1). G_c^T G_c and inv, the inverse or pseudo-inverse, are computed in float64.
+Each checkpoint c has projected training gradients G_c (n, k), projected target gradients T_c (m, k)
+and loss weights Q_c (n, 1). inv is the inverse, or the pseudo-inverse of a singular matrix. It and
+G_c^T G_c are computed in float64.
 
 Source: the package ``trak``, version 0.3.2; Park et al., "TRAK", ICML 2023, equations 16 and 17.
 """
@@ -25,12 +26,12 @@ from trak_core.attribution.solve import (
 
 
 def get_output_memory(features: Tensor, target_grads: Tensor, target_dtype: torch.dtype) -> int:
-    """Return the size of ``features @ target_grads.T`` in bytes."""
+    """Return the size of the product ``features @ target_grads.T`` in bytes."""
     return len(features) * len(target_grads) * target_dtype.itemsize
 
 
 def get_free_memory(device: torch.device) -> int:
-    """Return the number of bytes that torch has reserved on a CUDA device but does not use."""
+    """Return the number of bytes that torch has reserved on a CUDA device, but does not use."""
     return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
@@ -62,7 +63,7 @@ def get_matrix_mult(
 ) -> Tensor:
     """Return ``features @ target_grads.T``, shape (n, m), for shapes (n, k) and (m, k).
 
-    If ``use_blockwise``, or on a GPU without enough memory, the product is returned on the CPU.
+    The product is on the CPU if ``use_blockwise`` is true, or if the GPU has too little memory.
     """
     dtype, device = target_dtype or features.dtype, features.device
     needed = get_output_memory(features, target_grads, dtype)
@@ -72,9 +73,11 @@ def get_matrix_mult(
 
 
 class AbstractScoreComputer(ABC):
-    """Base class of classes that compute G^T G, the features G K, and the scores (G K) T^T.
+    """The base class of objects that compute scores from projected gradients.
 
-    TRAKer sets ``max_rank`` to min(n, p), because rounding to ``dtype`` could raise G's rank.
+    With projected gradients G of training samples and T of targets, the features are G K, and the
+    scores are (G K) T^T. TRAKer sets ``max_rank`` to the smaller of the numbers of training samples
+    and parameters, which is the largest possible rank of G before its entries are rounded.
     """
 
     max_rank: int | None = None
@@ -85,15 +88,18 @@ class AbstractScoreComputer(ABC):
 
     @abstractmethod
     def get_xtx(self, grads: Tensor) -> Tensor:
-        """Return G^T G for projected gradients (n, k), shape (k, k), float64."""
+        """Return G^T G, shape (k, k), float64, for the projected gradients G = ``grads``."""
 
     @abstractmethod
     def get_x_xtx_inv(self, grads: Tensor, xtx: Tensor) -> Tensor:
-        """Return G K, shape (n, k), float32, for K = inv(G^T G + lambda I), divided by mean |K|."""
+        """Return the features G K, shape (n, k), float32.
+
+        G is ``grads``, and K = inv(G^T G + lambda I), divided by the mean of its absolute entries.
+        """
 
     @abstractmethod
     def get_scores(self, features: Tensor, target_grads: Tensor, accumulator: Tensor) -> None:
-        """Add ``features @ target_grads.T`` to ``accumulator`` (n, m), float32."""
+        """Add ``features @ target_grads.T`` to ``accumulator``, shape (n, m), float32."""
 
 
 class BasicScoreComputer(AbstractScoreComputer):
@@ -120,19 +126,19 @@ class BasicScoreComputer(AbstractScoreComputer):
         usual = 2 * mean_squared_norm(matrix, len(grads))
         matrix.flat[:: k + 1] += self.lambda_reg
         max_rank = k if self.lambda_reg > 0 or self.max_rank is None else self.max_rank
-        # inv(G^T G + lambda I), or the pseudo-inverse if the rank is below k.
+        # If the rank is below k, this is the pseudo-inverse.
         inverse, rank = inverse_or_pseudo_inverse(matrix, max_rank)
         if rank < k:
             warnings.warn(
                 f"G^T G + lambda I has no inverse: its rank is {rank}, with proj_dim {k}, "
                 f"{len(grads)} training samples and lambda_reg {self.lambda_reg:g}. The pseudo-"
-                f"inverse magnifies noise. Set lambda_reg above 0, for example {usual:.1g} (twice "
-                "the mean squared norm of a projected gradient), or a proj_dim well below the "
-                "number of training samples and of parameters.",
+                "inverse, which is used instead, magnifies noise. Set lambda_reg above 0, for "
+                f"example {usual:.1g} (twice the mean squared norm of a projected gradient), or "
+                "set proj_dim well below the numbers of training samples and of parameters.",
                 stacklevel=3,
             )
         inverse /= np.abs(inverse).mean() or 1
-        # The pseudo-inverse of a nearly singular matrix needs the precision of float64.
+        # The pseudo-inverse of a nearly singular matrix has to be used in float64.
         weights = torch.from_numpy(inverse).to(torch.float32 if rank == k else torch.float64)
         weights = weights.to(self.device)
         blocks = grads.split(self.CUDA_MAX_DIM_SIZE)

@@ -35,12 +35,12 @@ from trak_core.settings import Combine, ProjectionSpec
 from trak_core.study.load_checkpoint import load_state_dict, state_dict_sha256
 
 Positions = Iterable[int] | np.ndarray | Tensor | None
-# The number of samples in a backward pass on a CPU. Larger batches are slower for most networks.
+# The most samples in a backward pass on a CPU. More samples are slower for most networks.
 _SAMPLES_AT_ONCE = 128
 
 
 def _positions(inds: Positions, num_samples: int | None, start: int, n: int, end: int) -> list[int]:
-    """Return the positions of a batch's n samples: ``inds``, or the positions from ``start`` on."""
+    """Return the positions of a batch's ``n`` samples: ``inds``, or those from ``start`` on."""
     if (inds is None) == (num_samples is None):
         count = "both" if num_samples else "neither"
         message = f"Give exactly one of `num_samples` and `inds`. Found {count}."
@@ -57,12 +57,12 @@ def _positions(inds: Positions, num_samples: int | None, start: int, n: int, end
 
 
 def _cast(values: Tensor, dtype: torch.dtype, ids: Sequence[int], name: str) -> np.ndarray:
-    """Convert values, one row for each sample, to the store's dtype. The result must be finite."""
+    """Return values, one row per sample, in the dtype of the store. They must remain finite."""
     narrow = values.detach().cpu().to(dtype)
     lost = ~narrow.isfinite().all(dim=1)
     if lost.any():
         raise InputError(
-            f"The {name} must be finite, and below 65504 in float16. Found up to "
+            f"The {name} must be finite, and in float16 below 65504. Found up to "
             f"{values[lost].abs().max():.2g} for samples {listed(np.array(ids)[lost].tolist())}. "
             "Check these samples and the checkpoint, or set use_half_precision=False.",
             code="compat.not_stored",
@@ -75,20 +75,20 @@ def _check_not_zero(gradients: np.ndarray) -> None:
     if len(gradients) > 1 and not gradients.any():
         raise InputError(
             f"Gradients must not be 0 for all samples. Found only zeros for {len(gradients)} "
-            f"samples, in {gradients.dtype}. `get_output` gets one sample, so compare it with "
-            "fixed samples, as in CLIPModelOutput, not with other samples of a batch.",
+            f"samples, in {gradients.dtype}. `get_output` gets one sample at a time. A contrastive "
+            "output must compare it with fixed samples, as CLIPModelOutput does.",
             code="compat.all_zero",
         )
 
 
 class TRAKer:
-    """Compute TRAK scores: how much each training sample raises a model output.
+    """Compute TRAK scores: how much each training sample raises the model output of a target.
 
     1. For each checkpoint, call ``load_checkpoint`` and ``featurize``. 2. Call
     ``finalize_features``. 3. For each checkpoint, call ``start_scoring_checkpoint`` and ``score``.
     4. Call ``finalize_scores``. Results are stored in ``save_dir``, and ``saver.current_store``
-    contains the open arrays. A restarted process continues where it stopped. Several processes may
-    work on different model ids at the same time.
+    contains the open arrays. If a process is stopped and started again, it keeps stored results.
+    Several processes may work on different model ids at the same time.
 
     Source: Park et al., "TRAK: Attributing Model Behavior at Scale", ICML 2023, with the
     conventions of the package ``trak``, version 0.3.2.
@@ -119,10 +119,11 @@ class TRAKer:
         ``task`` is a key of ``TASK_TO_MODELOUT`` or a model output. The model and the batches must
         be on ``device``. ``gradient_computer``, ``saver`` and ``score_computer`` are classes.
         ``projector`` is an instance, whose ``proj_dim`` is used. None selects a rademacher
-        projection to ``proj_dim`` dimensions, which should be well below ``train_set_size`` and the
-        number of parameters. ``grad_wrt`` names the parameters to differentiate. None selects all.
-        With ``load_from_save_dir``, model ids and experiments of other processes are read. With
-        ``use_half_precision``, arrays are stored as float16. ``proj_max_batch_size`` is ignored.
+        projection to ``proj_dim`` dimensions, a number that should be well below ``train_set_size``
+        and the number of parameters. ``grad_wrt`` contains the names of the parameters to
+        differentiate. None selects all. With ``load_from_save_dir``, model ids and experiments of
+        other processes are read. With ``use_half_precision``, arrays are stored as float16.
+        ``proj_max_batch_size`` is ignored.
         """
         if not 0 <= lambda_reg < math.inf:
             message = f"`lambda_reg` must be a finite number >= 0. Found {lambda_reg!r}."
@@ -156,7 +157,8 @@ class TRAKer:
                 "JL dimension": self.proj_dim,
                 "JL matrix type": str(getattr(self.projector, "proj_type", "custom")),
                 "train set size": train_set_size,
-                # Folders of trak lack this key. The matrices of trak cannot be recomputed here.
+                # Folders that trak wrote lack this key. They are refused, because the matrices of
+                # trak cannot be computed here.
                 "matrix": {key: value for key, value in matrix.items() if key != "stream"},
                 "parameters": list(parameters),
                 "dtype": str(self.dtype),
@@ -175,10 +177,10 @@ class TRAKer:
     def init_projector(
         self, projector: AbstractProjector | None, proj_dim: int | None, proj_max_batch_size: int
     ) -> None:
-        """Set ``projector``, a rademacher projection unless one is given, and ``proj_dim``."""
+        """Set the attributes ``projector`` and ``proj_dim``. By default, use rademacher entries."""
         self.projector: Any = projector
         if projector is None:
-            device = torch.empty(0, device=self.device).device  # fails if it does not exist
+            device = torch.empty(0, device=self.device).device  # Fails if the device is missing.
             kind: Any = CudaProjector if device.type == "cuda" else BasicProjector
             sizes = self.num_params_for_grad, proj_dim, self.proj_seed
             self.projector = kind(*sizes, "rademacher", device, max_batch_size=proj_max_batch_size)
@@ -186,14 +188,14 @@ class TRAKer:
         self.proj_dim: int = self.projector.proj_dim or self.num_params_for_grad
 
     def _projection(self, model_id: int) -> ProjectionSpec | None:
-        """Return the projection of a model id, or None if the projector is user-defined."""
+        """Return a model id's projection, or None if the projector is user-defined."""
         is_known, n_params = is_unmodified(self.projector), self.num_params_for_grad
         return self.projector.spec(model_id, n_params) if is_known else None
 
     def _load_weights(self, checkpoint: Mapping[str, Tensor], model_id: int) -> str:
         """Load a state dict into the model, and return the SHA-256 of the model's weights."""
         self.ckpt_loaded, self._scoring, self._n_classes = "no ckpt loaded", None, None
-        self._projection(model_id)  # Raise an error for model ids out of range.
+        self._projection(model_id)  # Raises an error if the model id is out of range.
         load_state_dict(self.model, checkpoint, f"model id {model_id}")
         self.gradient_computer.load_model_params(self.model)
         return state_dict_sha256(self.model.state_dict())
@@ -212,10 +214,11 @@ class TRAKer:
         model_id: int,
         _allow_featurizing_already_registered: bool = False,
     ) -> None:
-        """Load a state dict into the model, and create or open the store of ``model_id``.
+        """Load a state dict into the model, and create or open the arrays of ``model_id``.
 
-        ``model_id``, from 0 to 2^32 - 1, determines the projection matrix, and always has the same
-        weights. Stored features are kept. ``_allow_featurizing_already_registered`` is ignored.
+        ``model_id`` is a number from 0 to 2^32 - 1. It determines the projection matrix, and must
+        always have the same weights. Features that are already stored are kept.
+        ``_allow_featurizing_already_registered`` is ignored.
         """
         model_id, saver = operator.index(model_id), self.saver
         digest = self._load_weights(checkpoint, model_id)
@@ -226,21 +229,24 @@ class TRAKer:
         if saver.current_store["is_featurized"].any():
             self._check_weights(model_id, digest)
         saver.model_ids[model_id]["checkpoint"] = digest
-        # A process may have been killed between storing its last samples and this state.
+        # If a process was killed after it stored the last samples, the state is not up to date.
         saver.serialize_current_model_id_metadata(already_exists=False)
         self._last_ind, self.ckpt_loaded = 0, model_id
 
     def _gradients(
         self, batch: Sequence[Tensor], model_id: int, ids: Sequence[int]
     ) -> tuple[np.ndarray, Tensor | None]:
-        """Return projected gradients / sqrt(p), (B, k), and Q, (B, 1), or None if not computed."""
+        """Return a batch's projected gradients, and its loss weights if they are known, else None.
+
+        The gradients, shape (B, k), are divided by the square root of the number of parameters.
+        """
         # User code may have put the model into training mode since load_checkpoint.
         self.model.eval()
         samples = classification_batch(self.task, batch)
         if samples is not None:
             labels, given = samples.labels, (self.model, CLASSIFICATION)
             if self._n_classes is None:
-                # These checks use the label 0, because check_labels checks labels only afterwards.
+                # These checks use the label 0, because the labels have not been checked yet.
                 check_samples_apart(*given, replace(samples, labels=torch.zeros_like(labels)))
                 self._n_classes = count_classes(*given, samples, labels.device)
             check_labels(labels, CLASSIFICATION, self._n_classes, ids)
@@ -254,7 +260,7 @@ class TRAKer:
             gradients = computer.compute_per_sample_grad(batch=part)
             return self.projector.project(gradients, model_id=model_id), None
 
-        # in_chunks halves the number of samples if memory is exhausted.
+        # If memory is exhausted, in_chunks halves the number of samples and tries again.
         is_small = projection is not None and batch[0].device.type == "cpu"
         most = min(len(ids), _SAMPLES_AT_ONCE) if is_small else len(ids)
         parts = [part for *_, part in in_chunks(compute, len(ids), most)]
@@ -267,18 +273,18 @@ class TRAKer:
     def featurize(
         self, batch: Iterable[Tensor], inds: Positions = None, num_samples: int | None = None
     ) -> None:
-        """Compute the gradients and loss weights of training samples that are not stored yet.
+        """Compute the gradients and loss weights of training samples, unless they are stored.
 
-        ``batch`` contains the tensors that the task takes, stacked along the first dimension. Pass
-        ``inds``, the samples' positions in the training set, or ``num_samples``, to continue after
-        the samples of the last call.
+        ``batch`` contains the tensors that the task takes, stacked along the first dimension.
+        ``inds`` are the positions of the samples in the training set. Alternatively,
+        ``num_samples`` is their number, and their positions follow those of the last call.
         """
         if not isinstance(self.ckpt_loaded, int):
             message = "Load a checkpoint using traker.load_checkpoint before featurizing."
             raise AssertedError(message, code="compat.no_checkpoint")
         batch, model_id, last = list(batch), self.ckpt_loaded, self._last_ind
         ids = _positions(inds, num_samples, last, len(batch[0]), self.train_set_size)
-        # Calls in between may have opened another model id, or this one as read-only.
+        # Other calls may have opened another model id, or opened this one as read-only.
         self.saver.load_current_store(model_id)
         store = self.saver.current_store
         missing = np.asarray(store["is_featurized"])[ids].ravel() == 0
@@ -291,21 +297,21 @@ class TRAKer:
             weights = weights.reshape(len(written), 1)
             store["out_to_loss"][written] = _cast(weights, self.dtype, written, "loss weights")
             store["grads"][written] = gradients
-            # This is written last. If the process is killed before, these samples are recomputed.
+            # This is written last. If the process is killed before, the samples are computed again.
             store["is_featurized"][written] = 1
             self.saver.serialize_current_model_id_metadata()
         self._last_ind += len(ids) if inds is None else 0
 
     def _registered(self, model_ids: Iterable[int] | None) -> list[int]:
-        """Return the given model ids, which must be in the store, or all that it contains."""
+        """Return ``model_ids``, which must be in the store. None returns all model ids in it."""
         self.saver.refresh()
         chosen = sorted(self.saver.model_ids) if model_ids is None else [int(m) for m in model_ids]
         unknown = [m for m in chosen if not self.saver.is_registered(m)]
         if unknown or not chosen:
             missing = f"no {listed(unknown)}" if unknown else "none"
             raise ModelIDException(
-                f"Model ids must be in {self.save_dir}. Found {missing} among "
-                f"{listed(sorted(self.saver.model_ids)) or 'none'}. Call `load_checkpoint`.",
+                f"Model ids must be in {self.save_dir}. Found {missing} among the stored ids "
+                f"({listed(sorted(self.saver.model_ids)) or 'none'}). Call `load_checkpoint`.",
                 code="compat.model_ids",
             )
         return chosen
@@ -313,34 +319,35 @@ class TRAKer:
     def finalize_features(
         self, model_ids: Iterable[int] | None = None, del_grads: bool = False
     ) -> None:
-        """Compute the features G K of ``score_computers`` for this ``lambda_reg``.
+        """Compute the features of model ids from their stored gradients, with ``lambda_reg``.
 
         If ``model_ids`` is None, all model ids in ``save_dir`` are used. With ``del_grads``, the
-        gradients are deleted afterwards, and no other ``lambda_reg`` can be used.
+        gradients are deleted afterwards. Then no other ``lambda_reg`` can be used.
         """
         self.projector.free_memory()
         self._last_ind, saver = 0, self.saver
         for model_id in self._registered(model_ids):
             saver.load_current_store(model_id)
-            # A process may have been killed between storing its last samples and this state.
+            # If a process was killed after it stored the last samples, the state is not up to date.
             saver.serialize_current_model_id_metadata()
             state, store = saver.model_ids[model_id], saver.current_store
             missing = np.flatnonzero(np.asarray(store["is_featurized"]) == 0).tolist()
             if missing:
                 raise ModelIDException(
-                    f"All training samples must be featurized. Found {len(missing)} of model id "
-                    f"{model_id} that are not: {listed(missing)}. Call `featurize` with them.",
+                    f"All training samples must be featurized. Found {len(missing)} samples that "
+                    f"are not, for model id {model_id}: {listed(missing)}. Call `featurize` with "
+                    "them.",
                     code="compat.not_featurized",
                 )
             if not state["is_finalized"] or state.get("lambda_reg") != self.lambda_reg:
                 if store["grads"] is None:
                     raise InputError(
-                        f"A new lambda_reg, {self.lambda_reg}, needs the gradients of model id "
+                        f"The new lambda_reg {self.lambda_reg} requires the gradients of model id "
                         f"{model_id}, but they were deleted. Use lambda_reg "
                         f"{state.get('lambda_reg')} again.",
                         code="compat.no_gradients",
                     )
-                # This remains 0 if the process is killed while it writes features.
+                # If the process is killed while it writes features, they are computed again.
                 state["is_finalized"] = 0
                 saver.serialize_current_model_id_metadata()
                 _check_not_zero(np.asarray(store["grads"]))
@@ -359,8 +366,9 @@ class TRAKer:
     ) -> None:
         """Load a featurized checkpoint, and create or open an experiment for it.
 
-        ``exp_name`` names a set of ``num_targets`` targets, and is part of file names. The weights
-        must be those of ``featurize``, and an experiment's ``num_targets`` must not change.
+        ``exp_name`` is the name of a set of ``num_targets`` targets, and is part of file names. The
+        weights must be those that were featurized as ``model_id``. The number of targets of an
+        experiment must not change.
         """
         (model_id,) = self._registered([model_id])
         digest = self._load_weights(checkpoint, model_id)
@@ -371,17 +379,17 @@ class TRAKer:
     def score(
         self, batch: Iterable[Tensor], inds: Positions = None, num_samples: int | None = None
     ) -> None:
-        """Compute the gradients of targets. See ``featurize`` for the arguments."""
+        """Compute the gradients of targets. The arguments are those of ``featurize``."""
         if self._scoring is None:
             message = "Load a checkpoint using traker.start_scoring_checkpoint first."
             raise AssertedError(message, code="compat.no_scoring")
         model_id, exp_name, num_targets = self._scoring
         if not self.saver.model_ids[model_id]["is_finalized"]:
-            message = f"Scoring model id {model_id} needs its features. Call `finalize_features`."
+            message = f"The features of model id {model_id} must exist. Call `finalize_features`."
             raise ModelIDException(message, code="compat.not_finalized")
         batch, last = list(batch), self._last_ind_target
         ids = _positions(inds, num_samples, last, len(batch[0]), num_targets)
-        # Calls in between may have opened another model id or experiment.
+        # Other calls may have opened another model id or experiment.
         self.saver.load_current_store(model_id, exp_name, num_targets)
         gradients, _ = self._gradients(batch, model_id, ids)
         self.saver.current_store[f"{exp_name}_grads"][ids] = gradients
@@ -395,7 +403,7 @@ class TRAKer:
         return self.saver.current_store
 
     def _why_unusable(self, model_id: int, exp_name: str) -> str | None:
-        """Return the reason why a model id's scores cannot be averaged, or None if they can."""
+        """Return the reason why a model id has no scores to average, or None if it has scores."""
         state = self.saver.model_ids[model_id]
         if not state["is_finalized"]:
             return "its features are not finalized: call `finalize_features`"
@@ -409,10 +417,10 @@ class TRAKer:
         return f"its targets {listed(unscored)} are not scored: call `score`" if unscored else None
 
     def _parts(self, exp_name: str, used: list[int]) -> Iterator[tuple[Any, np.ndarray, float]]:
-        """Yield G K T^T (n, m), Q (n,) and the weight 1 for each checkpoint."""
+        """Yield scores (n, m), loss weights (n,) and the factor 1 for each model id in ``used``."""
         for model_id in used:
             store = self._open(model_id, exp_name)
-            # torch.tensor copies the arrays, because torch has no read-only tensors.
+            # torch.tensor copies the read-only arrays, because torch has no read-only tensors.
             arrays = (np.asarray(store[name]) for name in ("features", f"{exp_name}_grads"))
             features, targets = (torch.tensor(array, device=self.device) for array in arrays)
             scores = torch.zeros(len(features), len(targets))
@@ -424,12 +432,14 @@ class TRAKer:
     ) -> np.ndarray:
         """Average the scores of an experiment over checkpoints, and store the result.
 
-        If ``model_ids`` is None, all model ids with finalized features are used, with a warning for
-        others. A model id without scores raises an error, or with ``allow_skip`` a warning.
+        If ``model_ids`` is None, all model ids with finalized features are used, and a warning
+        lists the others. If a model id has no scores, an error is raised, or with ``allow_skip``, a
+        warning is given.
 
         Returns:
             Scores, shape (n, m), float32, also stored as ``scores/{exp_name}.mmap`` and in the
-            attribute ``scores``. A positive score means that the sample raised the model output.
+            attribute ``scores``. A positive score means that the training sample raised the model
+            output of the target.
         """
         chosen = self._registered(model_ids)
         reasons = {m: why for m in chosen if (why := self._why_unusable(m, exp_name))}
@@ -444,7 +454,7 @@ class TRAKer:
                 code="compat.unusable",
             )
         if reasons:
-            warnings.warn(f"Left out of the scores of {exp_name!r}: {text}.", stacklevel=2)
+            warnings.warn(f"The scores of {exp_name!r} leave out {text}.", stacklevel=2)
         scores = combined(self._parts(exp_name, used), Combine.PRODUCT_OF_AVERAGES)
         self._last_ind_target, self.scores = 0, self.saver.write_scores(exp_name, scores)
         return self.scores

@@ -1,4 +1,4 @@
-"""Provide the functions of ``trak.utils``, which this package does not use itself."""
+"""The functions of ``trak.utils``. They are here for users, and this package does not need them."""
 
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -22,23 +22,23 @@ __all__ += ["is_not_buffer", "parameters_to_vector", "test_install", "vectorize"
 
 
 def parameters_to_vector(parameters: Iterable[Tensor]) -> Tensor:
-    """Flatten and concatenate tensors, shape (p,)."""
+    """Return the entries of all tensors as one tensor, shape (p,)."""
     return torch.cat([parameter.reshape(-1) for parameter in parameters])
 
 
 def get_num_params(model: nn.Module) -> int:
-    """Return the total number of entries of a model's parameters."""
+    """Return the total number of entries in a model's parameters."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def is_not_buffer(ind: int, params_dict: Sequence[str]) -> bool:
-    """Return whether the name at index ``ind`` is not a running statistic of BatchNorm."""
+    """Return whether the name at index ``ind`` is not that of a running statistic of BatchNorm."""
     statistics = ("running_mean", "running_var", "num_batches_tracked")
     return not any(name in params_dict[ind] for name in statistics)
 
 
 def get_parameter_chunk_sizes(model: nn.Module, batch_size: int) -> tuple[int, list[int]]:
-    """Return TRAK's maximum number of entries in a chunk, and the size of each chunk."""
+    """Return the maximum number of entries in ``trak``'s chunks, and the size of each chunk."""
     largest = (2**32 - 1) // batch_size
     chunks = [0]
     for size in (parameter.numel() for parameter in model.parameters()):
@@ -49,7 +49,7 @@ def get_parameter_chunk_sizes(model: nn.Module, batch_size: int) -> tuple[int, l
 
 
 def test_install(use_fast_jl: bool = True) -> None:  # ruff: ignore[pytest-parameter-with-default-argument]
-    """Test ``TRAKer`` with a tiny model, on a GPU if there is one and ``use_fast_jl`` is set."""
+    """Test ``TRAKer`` with a tiny model, on a GPU if there is one and ``use_fast_jl`` is true."""
     device = "cuda" if use_fast_jl and torch.cuda.is_available() else "cpu"
     if use_fast_jl and device == "cpu":
         print("There is no CUDA device, so only the CPU code is tested, not the CUDA kernel:")

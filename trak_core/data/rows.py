@@ -1,7 +1,7 @@
 """Read rows of samples from .jsonl, .json, .csv, .tsv and .parquet files, and from saved data sets.
 
 Values are not converted: cells of .csv and .tsv stay texts, and values in JSON and Parquet keep
-their types. ``as_number`` and ``class_number`` convert values if a number is needed.
+their types. Callers use ``as_number`` and ``class_number`` where they need numbers.
 """
 
 import csv
@@ -19,8 +19,8 @@ from typing import Any
 from trak_core.errors import InputError
 
 LINES, LIST, PARQUET = ".jsonl", ".json", ".parquet"
-_SPLITS = "dataset_dict.json"  # A file in the folder of a saved DatasetDict.
-# The separators of cells in tables, by the ending of the file.
+_SPLITS = "dataset_dict.json"  # A folder with this file is a saved DatasetDict.
+# The separator of cells, by the ending of a table's file name.
 TABLES = {".csv": ",", ".tsv": "\t"}
 SUFFIXES = (LINES, LIST, *TABLES, PARQUET)
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
@@ -29,7 +29,7 @@ _TRUTHS = {"true": 1, "false": 0}
 
 
 class _Written(float):
-    """A number from a JSON file. ``str`` returns its text in the file, such as 1.10, not 1.1."""
+    """A float from a JSON file. ``str`` returns it as written there, such as 1.10, not 1.1."""
 
     __slots__ = ("_text",)
     _text: str
@@ -52,8 +52,8 @@ class RowFile(Sequence[dict[str, Any]]):
     Attributes:
         path: The file.
         rows: The fields of each row.
-        numbers: The line in which each row begins, counted from 1. For ``.json``, Parquet and saved
-            data sets, the number of each row. Empty for a folder of images.
+        numbers: The number of the line in which each row begins, counted from 1. For ``.json``,
+            Parquet and saved data sets, the number of the row. Empty for a folder of images.
     """
 
     path: Path
@@ -74,11 +74,11 @@ class RowFile(Sequence[dict[str, Any]]):
         return f"{self.path}, {noun} {self.numbers[index]}"
 
     def column(self, name: str) -> list[Any]:
-        """Return the field ``name`` of each row, or None for a row without it.
+        """Return the value of the field ``name`` in each row, or None if a row lacks the field.
 
-        A column of a table becomes integers if every cell is an integer in canonical form, and
-        floats if every cell is a number in canonical form. ``007`` and ``1.10`` are not in
-        canonical form, so a column with such a cell stays text.
+        Values from .csv and .tsv files are texts. They are converted to integers if all values of
+        the field are integers in canonical form, and to floats if all are numbers in canonical
+        form. ``007`` and ``1.10`` are not in canonical form.
         """
         values = [row.get(name) for row in self.rows]
         if self.path.suffix not in TABLES:
@@ -94,7 +94,8 @@ class RowFile(Sequence[dict[str, Any]]):
     def ids(self) -> list[int] | list[str]:
         """Return the field ``id`` of each row, or 0, 1, 2, ... if no row has this field.
 
-        Ids of a table become integers if every id is an integer in canonical form, unlike ``007``.
+        Ids from .csv and .tsv files are texts. They are converted to integers if all of them are
+        integers in canonical form. ``007`` is not in canonical form.
 
         Raises:
             InputError: If only some rows have an id, if some ids are integers and others are texts,
@@ -106,7 +107,7 @@ class RowFile(Sequence[dict[str, Any]]):
                 raise InputError(
                     f"{self.path}: ids must be in the field id. Found the field {near[0]!r}, which "
                     "would be ignored. Rename it to id if it contains ids. Otherwise give it a "
-                    "name that does not resemble id, and rows are numbered 0, 1, 2, ...",
+                    "name that does not resemble id. The rows then have the ids 0, 1, 2, ...",
                     code="data.near_id",
                 )
             return list(range(len(self.rows)))
@@ -134,7 +135,10 @@ class RowFile(Sequence[dict[str, Any]]):
 
 @dataclass(frozen=True, slots=True)
 class RowSamples(Sequence[Any]):
-    """Samples that ``sample`` converts from rows on access. Errors name the place of the row."""
+    """A sequence of samples, which the function ``sample`` makes from rows when they are accessed.
+
+    Error messages begin with the file and the line of the row.
+    """
 
     rows: RowFile
     sample: Callable[[dict[str, Any]], Any]
@@ -157,9 +161,9 @@ def read_rows(path: str | Path) -> RowFile:
     ``ClassLabel`` columns, the numbers of classes are replaced by their names, and -1 by None.
 
     Each line of a ``.jsonl`` file is a JSON object. A ``.json`` file is a list of such objects, or
-    has such lines.
-    The first line of a table contains the names of
-    the fields, and all rows have the same number of cells. Text is UTF-8. Empty lines are skipped.
+    has the form of a ``.jsonl`` file. The first line of a ``.csv`` or ``.tsv`` file contains the
+    names of the fields, and all of its rows have the same number of cells. Text is UTF-8. Empty
+    lines are skipped.
 
     Raises:
         InputError: If the file does not exist, has no rows, or has a line that cannot be read.
@@ -200,7 +204,7 @@ def read_rows(path: str | Path) -> RowFile:
 
 
 def is_saved_dataset(folder: Path) -> bool:
-    """Return whether ``save_to_disk`` of a ``datasets.Dataset`` wrote the folder."""
+    """Return whether a folder contains a data set that ``datasets.Dataset.save_to_disk`` wrote."""
     return all((folder / name).is_file() for name in ("state.json", "dataset_info.json"))
 
 
@@ -215,16 +219,17 @@ def _saved_rows(folder: Path) -> list[dict[str, Any]]:
     from datasets import ClassLabel, Dataset  # pyright: ignore[reportMissingImports] -- optional
 
     data = Dataset.load_from_disk(str(folder))
-    # The data set's own format could convert values or omit columns.
+    # The format that was saved with the data set is removed, because it could convert values or
+    # omit columns.
     rows: list[dict[str, Any]] = data.with_format(None).to_list()
     for column, feature in data.features.items():
         if not isinstance(feature, ClassLabel):
             continue
         if any(as_number(name) not in {None, i} for i, name in enumerate(feature.names)):
             raise InputError(
-                f"{folder}: the name of a class of {column} must not be the number of another "
-                f"class. Found {', '.join(feature.names)}. Save the data set with the numbers that "
-                f"training used: cast_column({column!r}, Value('int64')).",
+                f"{folder}: in the column {column}, the name of a class must not be the number of "
+                f"another class. Found the names {', '.join(feature.names)}. Save the data set "
+                f"with the numbers that training used: cast_column({column!r}, Value('int64')).",
                 code="data.class_names",
             )
         for row in rows:
@@ -245,8 +250,8 @@ def _parquet_rows(file: Path) -> list[dict[str, Any]]:
 
 
 def _numbered_rows(file: Path) -> Iterator[tuple[int, Any]]:
-    # read_text() would change line breaks in cells. utf-8-sig skips the byte order mark that
-    # spreadsheets write.
+    # read_text() would change line breaks in cells. The encoding utf-8-sig skips the byte order
+    # mark that spreadsheet programs write.
     written = file.read_bytes()
     try:
         text = written.decode("utf-8-sig")
@@ -269,17 +274,18 @@ def _numbered_rows(file: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _rows_of_table(text: str, separator: str) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield the number of the line in which a row of a table begins, and the row's fields.
+    """Yield each row of a table, as the number of its first line and the dict of its fields.
 
-    A ``ValueError`` is raised for a row that has wrong quotes or not as many cells as the header,
-    and for a name in the header that occurs twice, or that begins or ends with a space.
+    Raises:
+        ValueError: If a row has wrong quotes or not as many cells as the header, or if a name in
+            the header occurs twice, or begins or ends with a space.
     """
     csv.field_size_limit(sys.maxsize)  # The default of 131,072 characters is too small for texts.
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     header, number = list[str](), 1
     try:
         for cells in reader:
-            # Spreadsheets and some other programs append empty cells to rows.
+            # Spreadsheet programs can append empty cells to rows.
             while len(cells) > len(header) and not cells[-1]:
                 cells.pop()
             if cells and not header:
@@ -291,15 +297,14 @@ def _rows_of_table(text: str, separator: str) -> Iterator[tuple[int, dict[str, s
                 if len(header) == 1 and others:
                     raise ValueError(
                         f"the header has only one cell, {header[0][:80]!r}. Cells must be "
-                        f"separated by {separator!r}, but these seem to be separated by "
-                        f"{others[0]!r}"
+                        f"separated by {separator!r}, but the header seems to use {others[0]!r}"
                     )
             elif cells:
                 if len(cells) != len(header):
                     n = f"{len(cells)} cell{'s' * (len(cells) != 1)}"
                     raise ValueError(f"line {number} has {n}, but the header has {len(header)}")
                 yield number, dict(zip(header, cells, strict=True))
-            # A quoted cell can contain line breaks.
+            # A row can have several lines, because a quoted cell can contain line breaks.
             number = reader.line_num + 1
     except csv.Error as error:
         raise ValueError(f"line {number} begins a row with wrong quotes: {error}") from error
@@ -314,10 +319,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parsed_json(line: str) -> Any:
-    """Return the value of a line of JSON. ``str`` of a float returns its text, such as "1.10".
+    """Return the value of a JSON text. ``str`` of a float returns it as written, such as "1.10".
 
     Raises:
-        ValueError: If the line is not JSON, is nested too deeply, or contains a field twice, a
+        ValueError: If the text is not JSON, is nested too deeply, or contains a field twice, a
             number that is not finite, or half of a surrogate pair.
     """
     try:
@@ -340,10 +345,10 @@ def parsed_json(line: str) -> Any:
 
 
 def as_number(value: Any) -> int | float | None:
-    """Return ``value`` if it is a finite number, or the number that a string spells, else None.
+    """Return a finite number, given as a number or a string. Return None for any other value.
 
-    A string must be a decimal number in Python's notation, or true (1) or false (0), in upper or
-    lower case. Thousands separators and decimal commas are not allowed.
+    A string must be a decimal number in Python's notation, such as "-1.5e3", or true (1) or false
+    (0), in upper or lower case. Thousands separators and decimal commas are not allowed.
     """
     if isinstance(value, float):
         return value if math.isfinite(value) else None
@@ -356,13 +361,13 @@ def as_number(value: Any) -> int | float | None:
 
 
 def _is_whole(value: Any) -> bool:
-    """Return whether a value is the text of a 64-bit integer in canonical form, unlike ``007``."""
+    """Return whether a value is the text of a 64-bit integer without leading zeros or "+"."""
     is_short = isinstance(value, str) and _WHOLE.fullmatch(value) is not None
     return is_short and -(2**63) <= int(value) < 2**63
 
 
 def class_number(value: Any) -> int | None:
-    """Return a label as an integer if it is 0, 1, 2, ... or such a number's text, else None."""
+    """Return a label as an integer if it is 0, 1, 2, ..., as a number or a text, else None."""
     if _is_whole(value):
         value = int(value)
     return value if type(value) is int and value >= 0 else None

@@ -1,4 +1,4 @@
-"""Compute the Gramian K = J J^T of a Jacobian J (n, p) without forming J."""
+"""Compute the Gramian K = J J^T of a Jacobian J, shape (n, p), without forming J."""
 
 from collections.abc import Sequence
 
@@ -15,28 +15,31 @@ from trak_core.gradients.sample_owner_rules import MixedSamplesError
 class Engine:
     """Compute J J^T, where J is the Jacobian of an output with respect to modules' parameters.
 
-    The engine reads the graph of a finished forward pass, including its dropout. It adds no hooks
-    to modules, and changes neither the graph nor any ``.grad``.
+    The engine reads the autograd graph of a finished forward pass, so dropout is the same as in the
+    output. It adds no hooks to modules, and changes neither the graph nor any ``.grad``.
 
-    With ``batch_dim``, one backward pass is run for all samples. For a linear layer y_t = W x_t and
-    delta_t = df/dy_t, inner products of the gradients of samples i and j are
+    With ``batch_dim``, one backward pass is run for all samples. Let a linear layer compute
+    y_t = W x_t at each position t, and let delta_t be the gradient of the output f with respect to
+    y_t. The inner product of the gradients of samples i and j is
 
-        <dW_i, dW_j> = sum_{t of i, t' of j} <x_t, x_t'> <delta_t, delta_t'>,
+        <dW_i, dW_j> = sum_{t of i, t' of j} <x_t, x_t'> <delta_t, delta_t'>.
 
-    and similarly for convolutions, embeddings, normalization layers, and parameters that are added
-    or multiplied. Other operations are differentiated once for each sample. If an operation mixes
-    samples, as a recurrent layer does, gradients with respect to its inputs are propagated as
-    without ``batch_dim``.
+    Similar formulas are used for convolutions, embeddings, normalization layers, and parameters
+    that are added or multiplied. Other operations are differentiated once for each sample. If an
+    operation mixes samples, as a recurrent layer does, gradients with respect to its inputs are
+    propagated as without ``batch_dim``.
 
     Without ``batch_dim``, all rows of J are propagated together, one parameter after another. This
-    is also done if parameters or modules have backward hooks, which may change each row. With
-    ``batch_dim``, hooks on tensors computed from parameters, such as a view, are ignored.
+    is also done if parameters or modules have backward hooks, because hooks may change each row.
+    With ``batch_dim``, hooks on tensors that are computed from parameters, such as views, are
+    ignored.
 
     Args:
         modules: Modules with the parameters to differentiate. A shared parameter counts once, and
             parameters without ``requires_grad`` are ignored.
-        batch_dim: The dimension of the output along which samples are independent: the entries of
-            sample b depend on sample b of the data alone. None if there is no such dimension.
+        batch_dim: The dimension of the output along which samples are independent, which means
+            that the entries of a sample in the output depend only on this sample in the data. None
+            if there is no such dimension.
 
     Raises:
         InputError: If there is no module.
@@ -70,21 +73,21 @@ class Engine:
             output: A real tensor of any shape, with a graph.
 
         Returns:
-            Shape [m1, ..., mk, mk, ..., m1], of the output's dtype and device: entry
+            Shape [m1, ..., mk, mk, ..., m1], with the output's dtype and device. The entry
             [i1, ..., ik, jk, ..., j1] is the inner product of the gradients of output[i1, ..., ik]
-            and output[j1, ..., jk]. All entries are zero if the output depends on no parameter.
+            and output[j1, ..., jk]. All entries are 0 if the output depends on no parameter.
 
         Raises:
             InputError: If the output has no graph or no dimension ``batch_dim``, or if a module
                 computes statistics along ``batch_dim``.
-            RuntimeError: If an operation can't be differentiated, for example because an earlier
+            RuntimeError: If an operation cannot be differentiated, for example because an earlier
                 backward pass has freed its saved tensors.
         """
         if not (isinstance(output, Tensor) and output.requires_grad):
             kind = "a tensor without it" if isinstance(output, Tensor) else type(output).__name__
             raise InputError(
                 f"The output must be a tensor with requires_grad=True. Found {kind}. "
-                "Call the modules outside torch.no_grad(), and don't detach the output.",
+                "Call the modules outside of torch.no_grad(), and do not detach the output.",
                 code="gramian.no_graph",
             )
         parameters = [p for m in self._modules for p in m.parameters() if p.requires_grad]
@@ -102,14 +105,14 @@ class Engine:
 
 
 def _by_samples(output: Tensor, parameters: Sequence[Tensor], batch_dim: int) -> Tensor | None:
-    """Return J J^T from one pass for all samples, or None if the graph doesn't allow such a pass.
+    """Return J J^T from one backward pass for all samples, or None if the graph does not allow it.
 
-    Rows are ordered by the indices along the other dimensions, then along ``batch_dim``.
+    Rows are ordered by the output's dimensions other than ``batch_dim``, and then by ``batch_dim``.
     """
     if not -output.ndim <= batch_dim < output.ndim:
         raise InputError(
             f"The output must have the dimension batch_dim = {batch_dim}. Found an output of shape "
-            f"{tuple(output.shape)}. Give one output or loss for each sample, for example by "
+            f"{tuple(output.shape)}. Compute one output or loss for each sample, for example with "
             'reduction="none", or leave batch_dim out.',
             code="gramian.batch_dim",
         )
@@ -120,8 +123,8 @@ def _by_samples(output: Tensor, parameters: Sequence[Tensor], batch_dim: int) ->
     except MixedSamplesError:
         raise InputError(
             "Samples must be independent. Found batch normalization over samples, in training mode "
-            "or without running statistics. Set the model to evaluation mode before the forward "
-            "pass, or use GroupNorm. Or create the Engine without batch_dim.",
+            "or without running statistics. Put the model into evaluation mode before the forward "
+            "pass, use GroupNorm, or create the Engine without batch_dim.",
             code="gramian.mixed_samples",
         ) from None
     except UnreadableGraphError:
@@ -129,13 +132,13 @@ def _by_samples(output: Tensor, parameters: Sequence[Tensor], batch_dim: int) ->
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
-        # Probably, an operation can't be vmapped. Otherwise, ``by_rows`` raises the error again.
+        # Probably vmap does not support an operation. Other errors occur again in ``by_rows``.
         return None
     return gramian
 
 
 class _Products(Consumer):
-    """A consumer that adds inner products to ``gramian``, shape (rows, rows)."""
+    """A consumer of gradients that adds their inner products to ``gramian``, shape (rows, rows)."""
 
     in_order = False
 

@@ -1,1 +1,1 @@
-"""Provide ready-made studies, which a config can name and a user-defined study can call."""
+"""Ready-made studies. A config can name them, and a user's own study can call them."""

@@ -9,24 +9,26 @@ from typing import Any
 from trak_core.data.rows import parsed_json
 from trak_core.errors import InputError
 
-# Fields of a row that are passed to the chat template, with their types. transformers and TRL use
-# the same names.
+# The fields of a row that are passed to the chat template, with the type of each. transformers and
+# TRL use the same names.
 ROW_ARGUMENTS = {"tools": list, "documents": list, "chat_template_kwargs": dict}
-# transformers defines ``strftime_now`` for templates, and callers cannot replace it.
+# A chat template calls ``strftime_now`` to write today's date. transformers defines this function,
+# and callers cannot replace it, so the call is replaced in the text of the template.
 _TODAY = re.compile(r"""strftime_now\s*\(\s*(['"])([^'"]*)\1\s*\)""")
 _NO_DATE = (
     "study_arguments: date must be given if the tokenizer's chat template writes today's date, "
     "because features would then change from day to day. Give the date that was used in training, "
-    "or any other date, such as date: '2024-07-26'. If a date is given, the template calls "
-    "strftime_now without a format in quotes. Replace this call by a fixed date."
+    "or any other date, such as date: '2024-07-26'. If a date is given already, the template calls "
+    "strftime_now without a format in quotes. Replace this call by a fixed date in the template."
 )
 
 
 def messages_in(value: Any) -> list[dict[str, Any]] | None:
-    """Return the messages in a list of objects with a `role`, or in the JSON of such a list.
+    """Return the chat messages in a value, or None if the value is not a list of messages.
 
-    Return None for any other value. Keys with the value None are removed, except `content`. Parquet
-    adds such keys to a row if other rows have them. TRL removes them too.
+    ``value`` is a list of dicts that each have a `role`, or the JSON text of such a list. Parquet
+    adds keys with the value None to a message if other messages have these keys. As in TRL, such
+    keys are removed, except `content`.
     """
     value = _parsed(value)
     if not (isinstance(value, list) and value):
@@ -46,7 +48,7 @@ def _without_none(value: Any) -> Any:
 
 
 def _parsed(value: Any) -> Any:
-    """Parse a text that is the JSON of a list or an object. Return any other value unchanged."""
+    """Return the list or object that a JSON text contains. Return any other value unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in {"[", "{"}:
         with suppress(ValueError):
             return parsed_json(value)
@@ -61,33 +63,34 @@ def chat_texts(
     date: str | None,
     notify: Callable[[str], None],
 ) -> tuple[str, str]:
-    """Return the text of a conversation up to the answer, and the text of all of its messages.
+    """Return the text of a conversation before its answer, and the text of the whole conversation.
 
     Args:
         tokenizer: A tokenizer of transformers with a chat template.
         prompt: The messages before the answer, at least one.
         answer: The messages to explain. The last one has the role `assistant`.
-        row: The row with the messages. Its fields in ``ROW_ARGUMENTS`` are passed to the template.
-        date: A date such as 2024-07-26, which a template writes instead of today's date.
-        notify: A function that is called with a sentence if the template omits a message.
+        row: The row that contains the messages. Its fields ``tools``, ``documents`` and
+            ``chat_template_kwargs`` are passed to the template.
+        date: A date such as 2024-07-26, which the template writes instead of today's date.
+        notify: A function that is called with a sentence if the template omits a message's text.
 
     Raises:
-        InputError: If the template raises an error, writes a message's text as a Python literal, or
-            writes the prompt differently if an answer follows.
+        InputError: If the template is missing or fails, if it writes the content of a message as a
+            Python literal, or if it writes the prompt differently when an answer follows.
     """
     if not tokenizer.chat_template:
         raise InputError(
-            "The tokenizer must have a chat template if rows have messages. Found none. Write "
-            "prompt and text into separate fields, or save the tokenizer that was used in training "
-            "with the weights.",
+            "The tokenizer must have a chat template if rows contain messages. Found none. Save "
+            "the tokenizer that was used in training in the folder of the weights, or write prompt "
+            "and text into separate fields.",
             code="studies.chat_template",
         )
     if not prompt or not answer or answer[-1]["role"] != "assistant":
         roles = ", ".join(str(message["role"]) for message in [*prompt, *answer])
         raise InputError(
-            "A conversation must have at least two messages, and the last one must be the "
-            f"assistant's, because it is explained. Found the roles {roles}. Remove the "
-            "messages after the assistant's last message, or remove the row.",
+            "A conversation must have at least two messages. The last one must have the role "
+            f"assistant, because it is explained. Found the roles {roles}. Remove the messages "
+            "after the assistant's last message, or remove the row.",
             code="studies.chat_roles",
         )
     messages = [*prompt, *answer]
@@ -117,15 +120,16 @@ def chat_texts(
         raise InputError(f"{fails}{error}", code=code) from error
     if not whole.startswith(before):
         raise InputError(
-            "A chat template must write the beginning of a conversation in the same way with and "
-            f"without an answer. Found {before[-40:]!r} without an answer, and "
-            f"{whole[: len(before)][-40:]!r} with one. Write prompt and text into separate fields, "
-            "in the format that the model needs.",
+            "A chat template must write the messages before an answer in the same way, whether or "
+            f"not the answer follows. Found {before[-40:]!r} without the answer, and "
+            f"{whole[: len(before)][-40:]!r} with the answer. Write prompt and text into separate "
+            "fields, in the format that the model needs.",
             code="studies.chat_template",
         )
     for message in messages:
         text = message.get("content")
-        # Templates of reasoning models omit the reasoning in assistants' messages.
+        # Messages of the assistant are not checked, because templates of reasoning models omit the
+        # reasoning in them.
         if isinstance(text, str) and message["role"] != "assistant" and text.strip() not in whole:
             notify(
                 f"the chat template omits or changes the content of a message with the role "
@@ -139,8 +143,8 @@ def _row_arguments(row: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         if not isinstance(value, ROW_ARGUMENTS[name]):
             raise InputError(
-                f"The field {name} must be a {ROW_ARGUMENTS[name].__name__} or its JSON, because "
-                f"it is passed to the chat template. Found {value!r:.80}.",
+                f"The field {name} must be a {ROW_ARGUMENTS[name].__name__} or the JSON of one, "
+                f"because it is passed to the chat template. Found {value!r:.80}.",
                 code="studies.messages",
             )
     return given
@@ -149,7 +153,10 @@ def _row_arguments(row: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse_python(
     messages: Sequence[dict[str, Any]], whole: str, written: Callable[..., str]
 ) -> None:
-    """Raise an error if a template writes contents, such as lists of parts, as Python literals."""
+    """Raise an error if the chat template wrote the content of a message as a Python literal.
+
+    Templates do so if they expect a text, but the content is, for example, a list of parts.
+    """
     for i, message in enumerate(messages):
         content = message.get("content", "")
         if isinstance(content, str) or str(content) not in whole:
@@ -164,9 +171,9 @@ def _refuse_python(
 
 
 def _dated(template: str, date: str | None) -> str:
-    """Return a template that writes ``date`` instead of today's date.
+    """Return the chat template, changed so that it writes ``date`` instead of today's date.
 
-    If ``date`` is None, the template raises an error where it would write today's date.
+    If ``date`` is None, the new template raises an error where it would write today's date.
     """
     try:
         day = None if date is None else Date.fromisoformat(date)
@@ -177,7 +184,8 @@ def _dated(template: str, date: str | None) -> str:
         ) from error
     if day is not None:
         template = _TODAY.sub(lambda call: repr(day.strftime(call[2])), template)
-    # Calls that were not replaced above reach this macro, which hides transformers' function.
+    # This macro hides transformers' function of the same name. It raises an error if the template
+    # makes a call that was not replaced above.
     fails = f"{{{{ raise_exception({_NO_DATE!r}) }}}}"
     macro = f"{{% macro strftime_now(format) %}}{fails}{{% endmacro %}}"
     return f"{macro}\n{template}"

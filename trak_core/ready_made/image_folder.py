@@ -40,19 +40,20 @@ def image_folder(
     """Return the study of a classifier that was trained on images.
 
     Args:
-        images: The training images, with 8 bits per channel. Either a folder with one subfolder for
-            each class, in which ids are relative paths, or a table with the columns ``path``
-            (relative to the table's folder), ``label`` and optionally ``id``.
-        model: The name of a network of timm or torchvision, such as ``resnet18`` (timm is tried
-            first), ``timm/resnet18`` or ``torchvision/resnet18``. Or ``file.py:function``, a
-            function that takes the number of classes and returns the module. Checkpoints replace
-            the module's weights.
-        targets: Images to explain, in the same form. The default is the training images.
+        images: A folder or a table of the training images, which must have 8 bits per channel. A
+            folder has one subfolder for each class, and the ids are the images' paths in the
+            folder. A table has the columns ``path`` (relative to the table's folder), ``label`` and
+            optionally ``id``.
+        model: The name of a network, such as ``timm/resnet18`` or ``torchvision/resnet18``. For
+            ``resnet18``, timm is tried first. Another choice is ``file.py:function``, where the
+            function takes the number of classes and returns the module. Checkpoints replace the
+            module's weights.
+        targets: A folder or a table of the images to explain. The default is ``images``.
         classes: Names of the classes in the order of the model's logits. The default is the sorted
             labels, or 0, 1, ... if the labels of a table are integers.
-        transform: ``file.py:function``, a function that converts a PIL image in RGB to a tensor, as
-            in evaluation. By default, images keep their size, and RGB values are scaled to the
-            range 0 to 1.
+        transform: ``file.py:function``, where the function converts a PIL image in RGB to a tensor,
+            as in the evaluation of the model. By default, images keep their size, and RGB values
+            are scaled to the range 0 to 1.
     """
     needed("PIL", "vision")
     from PIL import Image
@@ -67,9 +68,9 @@ def image_folder(
         counts = Counter(str(row["label"]) for row in rows)
         sizes = [f"{name!r} ({counts[name]})" for name in sorted(names, key=counts.__getitem__)]
         classes_found = (
-            f"The model has {len(names)} classes, which come from the labels in {images}. The "
-            f"classes and their numbers of images are {listed(sizes)}. Correct wrong labels, or "
-            "list the classes on which the model was trained in `classes` of study_arguments."
+            f"The model has {len(names)} classes, which are the labels in {images}. The classes, "
+            f"with the number of images of each, are {listed(sizes)}. If the model has other "
+            "classes, correct the labels, or list its classes in `classes` of study_arguments."
         )
     prepared = function_at(transform, "transform") if transform else _as_is
 
@@ -86,7 +87,7 @@ def image_folder(
             opened = Image.open(row["path"])
         except OSError as error:
             raise InputError(
-                f"An image must be a file that PIL can read. Found {error}.",
+                f"An image must be a file that PIL can read. PIL failed: {error}.",
                 code="studies.image_file",
             ) from error
         with opened as image:
@@ -99,8 +100,9 @@ def image_folder(
             n_frames = getattr(image, "n_frames", 1)
             if n_frames > 1:
                 raise InputError(
-                    "An image file must have one frame, because only the first is read. Found "
-                    f"{n_frames} in {row['path']}. Save the frame that was used in training.",
+                    "An image file must have one frame, because only the first frame is read. "
+                    f"Found {n_frames} frames in {row['path']}. Save only the frame that was used "
+                    "in training.",
                     code="studies.image_frames",
                 )
             pixels = prepared(image.convert("RGB"))
@@ -121,9 +123,9 @@ def image_folder(
     used = {"path", "label"}
     return ReadyStudy(
         to_change_samples=(
-            "Images must have the size and channels that the network expects. Set `transform: "
-            "file.py:function` in study_arguments to your function that converts a PIL image in "
-            "RGB to a tensor, as in evaluation. (image.convert('L') returns one channel.)"
+            "Images must have the size and the channels that the network expects. Set `transform: "
+            "file.py:function` in study_arguments, where the function converts a PIL image in RGB "
+            "to a tensor, as in the model's evaluation. (image.convert('L') returns one channel.)"
         ),
         make_model=lambda: _network(model, len(names)),
         train_data=lambda: RowSamples(rows, sample),
@@ -144,7 +146,7 @@ def image_folder(
 
 
 def _network(model: str, n_classes: int) -> nn.Module:
-    """Return the named network, or the network that a function builds, with random weights."""
+    """Return the network with this name, or from this ``file.py:function``, with random weights."""
     if ":" in model or model.endswith(".py"):
         return function_at(model, "model")(n_classes)
     library, _, name = model.rpartition("/")
@@ -166,14 +168,15 @@ def _network(model: str, n_classes: int) -> nn.Module:
     examples = ["timm/resnet18", "torchvision/resnet18"]
     close = get_close_matches(name, dict.fromkeys(known), n=3) or examples
     raise InputError(
-        "study_arguments: model must name a network of timm or torchvision, or a function as "
-        f"file.py:function. Found {model}. Similar names are {', '.join(close)}.",
+        "study_arguments: model must be the name of a network in timm or torchvision, or a "
+        f"function, written as file.py:function. Found {model}. Similar names are "
+        f"{', '.join(close)}.",
         code="studies.network",
     )
 
 
 def _class_names(rows: RowFile) -> list[str]:
-    """Return the names of the classes: "0", "1", ... if labels are numbers, else sorted labels."""
+    """Return the names of all classes: "0", "1", ... if labels are integers, else the labels."""
     labels = [row.get("label") for row in rows]
     for index, label in enumerate(labels):
         if label == "" or not isinstance(label, str | int | float):
@@ -188,17 +191,17 @@ def _class_names(rows: RowFile) -> list[str]:
             return [str(number) for number in range(max(known) + 1)]
         if all(isinstance(number, float) and number.is_integer() for number in numbers):
             raise InputError(
-                "study_arguments: if labels are decimal numbers, classes must list them in the "
-                f"order of the model's logits. Found the label {labels[0]}, and no classes.",
+                "study_arguments: classes must list the labels in the order of the model's logits "
+                f"if labels have a decimal point. Found the label {labels[0]}, and no classes.",
                 code="studies.label",
             )
     return sorted({str(label) for label in labels})
 
 
 def _notice_other_order(names: list[str]) -> None:
-    """Print a notice if timm's ``ImageDataset`` would put these sorted classes in another order.
+    """Print a notice if timm's ``ImageDataset`` would sort the names of the classes differently.
 
-    timm compares numbers in names by value, and ignores case.
+    timm ignores case, and compares numbers in names by their values.
     """
     parts = {name: re.split(r"(\d+)", name.lower()) for name in names}
     timm = sorted(names, key=lambda name: [int(p) if p.isdecimal() else p for p in parts[name]])
@@ -206,16 +209,16 @@ def _notice_other_order(names: list[str]) -> None:
         first = next(i for i, pair in enumerate(zip(names, timm, strict=True)) if len({*pair}) > 1)
         notice(
             f"class {first} is {names[first]!r}, because names of classes are sorted as texts, as "
-            f"in torchvision's ImageFolder. In timm's ImageDataset, it is {timm[first]!r}. If the "
-            "model was trained with ImageDataset, list the classes in its order in `classes` of "
-            "study_arguments."
+            f"in torchvision's ImageFolder. In timm's ImageDataset, class {first} is "
+            f"{timm[first]!r}. If the model was trained with ImageDataset, set `classes` in "
+            "study_arguments to the names in the order of ImageDataset."
         )
 
 
 def _rows(images: Path) -> RowFile:
-    """Return the path, label and id of each image in a folder or a table.
+    """Return a row with the path, label and id of each image in a folder or a table.
 
-    Hidden files are skipped, as in ``data_files``. A notice is printed if other files are skipped.
+    Hidden files are skipped. If other files in a folder are skipped, a notice is printed.
     """
     if images.is_dir():
         inside = [path.relative_to(images) for path in sorted(images.glob("**/*"))]
@@ -223,9 +226,9 @@ def _rows(images: Path) -> RowFile:
         linked = [p for p in shown if (images / p).is_symlink() and (images / p).is_dir()]
         if linked:
             raise InputError(
-                f"study_arguments: {images} must contain folders, not links to folders. Found the "
-                f"link {linked[0]}. Changes to linked files would not be noticed. Set "
-                "`images` to the folder to which the link leads, or replace the link by a copy.",
+                f"study_arguments: {images} must contain folders, not links to folders, because "
+                f"changes to linked files would not be noticed. Found the link {linked[0]}. "
+                "Replace it by a copy of the folder, or set `images` to the original folder.",
                 code="studies.linked_images",
             )
         relative = [p for p in shown if len(p.parts) > 1 and p.suffix.lower() in _SUFFIXES]
@@ -233,13 +236,13 @@ def _rows(images: Path) -> RowFile:
         if unread:
             notice(
                 f"{len(unread)} files in {images} are not read, such as {unread[0]}. Images must "
-                "be in a folder for each class and have one of the endings "
+                "be in a subfolder for their class and have one of the endings "
                 f"{', '.join(sorted(_SUFFIXES))}."
             )
         if not relative:
             raise InputError(
                 f"study_arguments: {images} must contain a folder of images for each class. Found "
-                f"no image in a folder. Images end in {', '.join(sorted(_SUFFIXES))}.",
+                f"no image in a subfolder. Images must end in {', '.join(sorted(_SUFFIXES))}.",
                 code="studies.no_images",
             )
         entries = [

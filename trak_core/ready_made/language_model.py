@@ -29,8 +29,8 @@ from trak_core.settings import ADAPTER_CONFIG
 from trak_core.study.sample_columns import columns_from
 from trak_core.study.weight_files import refuse_quantized
 
-# A field whose name is at least this similar to "prompt" is treated as a misspelling of "prompt".
-# "promt" and "prompts" are more similar than this, "prompt_id" is less similar.
+# A field is treated as a misspelling of "prompt" if the similarity of the names in difflib is at
+# least this number. The names "promt" and "prompts" are above it, and "prompt_id" is below it.
 _NEAR = 0.83
 _TEXT, _COMPLETION, _PROMPT = "{text}", "{completion}", "{prompt}"  # The default templates.
 
@@ -50,19 +50,19 @@ def language_model(
         texts: The training rows: a file or a folder that ``read_rows`` reads.
         weights: The folder of a model, of a LoRA adapter, or of a Trainer's checkpoints, with its
             config and tokenizer.
-        targets: Rows to explain, which experiments select by id. Experiments with ``data`` need
-            none.
-        text: A template of the text to explain, into which a row's fields are inserted, such as
-            ``"{completion}"``. The default is the last message in the field ``messages``, or the
-            field ``text``, or ``completion`` if no row has a ``text``.
+        targets: A file of rows to explain, which experiments select by id. It is not needed for
+            experiments with ``data``.
+        text: A template of the text to explain, such as ``"{completion}"``, into which a row's
+            fields are inserted. The default is the last message in the field ``messages`` if a row
+            has it, else the field ``text``, or ``completion`` if no row has a ``text``.
         prompt: A template of the prompt, which precedes the text and is not part of the model
             output. The default is the field ``prompt`` of rows that have one. If prompt and text
             are lists of messages, as in TRL, the tokenizer's chat template joins them.
-        max_tokens: The length to which texts are cut. By default, they are not cut.
-        date: A date such as ``"2024-07-26"``, for a chat template that writes today's date.
+        max_tokens: The number of tokens to which texts are cut. By default, texts are not cut.
+        date: A date such as ``"2024-07-26"``, which a chat template writes instead of today's date.
 
     Raises:
-        InputError: If a row has two texts or two prompts, because one would be ignored.
+        InputError: If a row has two texts or two prompts, because one of them would be ignored.
     """
     needed("transformers", "language")
     from transformers import AutoConfig, AutoTokenizer
@@ -73,8 +73,8 @@ def language_model(
     )
     if not tokenizer.is_fast:
         raise InputError(
-            "The tokenizer must be a fast tokenizer, which returns the offsets of its tokens. "
-            f"Found {type(tokenizer).__name__}. Write a study of your own.",
+            "The tokenizer must be a fast tokenizer, because slow ones do not return the offsets "
+            f"of tokens in the text. Found {type(tokenizer).__name__}. Write your own study.",
             code="studies.slow_tokenizer",
         )
     rows = read_rows(texts)
@@ -85,7 +85,7 @@ def language_model(
     notified: set[str] = set()
 
     def notify(text: str, about: str) -> None:
-        """Print a notice, but only the first one with the same ``about``."""
+        """Print a notice, unless an earlier notice had the same ``about``."""
         if about not in notified:
             notified.add(about)
             notice(text)
@@ -95,14 +95,15 @@ def language_model(
         return *chat_texts(tokenizer, prompt, answer, row, date, notify_of_chat), True
 
     def texts_of(row: Mapping[str, Any]) -> tuple[str, str, bool]:
-        """Return the prompt, the prompt with its text, and whether a chat template wrote them."""
+        """Return the prompt, the prompt with its text, and whether a chat template wrote both."""
         if text is None and row.get("messages") is not None:
             messages = messages_in(row["messages"])
             if messages is None or row.get("text") is not None:
                 raise InputError(
-                    "The field messages must be a list of objects with `role` and `content`, and "
-                    f"its row must have no field `text`. Found {shortened(row)}. If another field "
-                    "contains the text, set `text` in study_arguments, such as text: '{answer}'.",
+                    "The field `messages` must be a list of objects with `role` and `content`. A "
+                    f"row with `messages` must have no field `text`. Found {shortened(row)}. If "
+                    "another field contains the text to explain, name it by `text` in "
+                    "study_arguments, such as text: '{answer}'.",
                     code="studies.messages",
                 )
             _refuse_unread(row, {"completion", "prompt"} | used_by(prompt), messages)
@@ -110,9 +111,9 @@ def language_model(
         texts_given = [name for name in ("text", "completion") if row.get(name) is not None]
         if text is None and len(texts_given) == 2:
             raise InputError(
-                "A row must have one text. Found text and completion. Choose the text to explain "
-                "in study_arguments, by text: '{text}' or text: '{completion}'. If that text "
-                "contains the prompt, also give prompt: ''.",
+                "A row must have only one text. Found the fields text and completion. Choose the "
+                "one to explain by text: '{text}' or text: '{completion}' in study_arguments. If "
+                "this field also contains the prompt, set prompt: '' too.",
                 code="studies.two_texts",
             )
         if prompt is None and "prompt" not in row:
@@ -126,8 +127,8 @@ def language_model(
             return chat(asked, answer, row)
         if answer or asked:
             raise InputError(
-                "Prompt and text must both be lists of messages, or both be texts. Found messages "
-                f"only in {template if answer else own}.",
+                "A row's prompt and text must both be lists of messages, or both be plain texts. "
+                f"Found messages only in {template if answer else own}.",
                 code="studies.chat_roles",
             )
         before, after = filled_in(own, row), filled_in(template, row)
@@ -145,7 +146,7 @@ def language_model(
         tokens = tokenizer(
             whole,
             return_offsets_mapping=True,
-            add_special_tokens=not is_chat,  # A chat template writes them.
+            add_special_tokens=not is_chat,  # A chat template has written them.
             truncation=max_tokens is not None,
             max_length=max_tokens,
         )
@@ -154,27 +155,28 @@ def language_model(
             ids, offsets = ids[1:], offsets[1:]  # The text has its own start token.
         if max_tokens is None and context is not None and len(ids) > context:
             raise InputError(
-                f"A text must fit into the model's context of {context} tokens. Found {len(ids)}, "
-                f"in a text that begins with {whole[:40]!r}. Set max_tokens in study_arguments to "
-                f"the length to which training cut texts, such as max_tokens: {context}. If "
-                f"training did not cut texts, set max_tokens: {len(ids)}.",
+                f"A text must fit into the model's context of {context} tokens. Found {len(ids)} "
+                f"tokens in the text that begins with {whole[:40]!r}. Set max_tokens in "
+                f"study_arguments to the length to which training cut texts, such as max_tokens: "
+                f"{context}. If training did not cut texts, set max_tokens: {len(ids)}.",
                 code="studies.context",
             )
         input_ids = torch.tensor(ids, dtype=torch.long)
-        # Tokens that the tokenizer adds have the offsets (0, 0).
+        # Tokens that the tokenizer adds, such as an end token, have the offsets (0, 0). They must
+        # not be counted as a part of the prompt.
         in_prompt = [i for i, (_, end) in enumerate(offsets) if 0 < end <= len(before)]
         labels = input_ids.clone()
         labels[: max(in_prompt, default=-1) + 1] = -100
         if (labels == -100).all():
             raise InputError(
                 "A row must have at least one token of text after its prompt. Found none in "
-                f"{shortened(row)}. Check whether the text is empty or max_tokens cuts it off.",
+                f"{shortened(row)}. Check whether the text is empty, or is cut off by max_tokens.",
                 code="studies.empty_text",
             )
         return {"input_ids": input_ids, "labels": labels}
 
     def has_empty_text(row: Mapping[str, Any]) -> bool:
-        """Return whether all fields that are explained, or the last message, are empty texts."""
+        """Return whether a row's text to explain is empty, except for what the template adds."""
         is_chat = text is None and row.get("messages") is not None
         given = [row.get(name) for name in (["messages"] if is_chat else used_by(template))]
         lasts = [messages[-1] if (messages := messages_in(value)) else value for value in given]
@@ -186,14 +188,14 @@ def language_model(
     def encode(**row: Any) -> dict[str, Tensor]:
         if has_empty_text(row):
             notify(
-                f"an asked text is empty: {shortened(row)}. Only characters that the template adds "
-                "are explained.",
+                f"a text to explain is empty: {shortened(row)}. Only characters that the template "
+                "adds are explained.",
                 about="an empty asked text",
             )
         if lacks_prompt(row):
             notify(
-                f"an asked row has no prompt, unlike training rows: {shortened(row)}. Its whole "
-                "text is explained.",
+                f"a row to explain has no prompt, unlike training rows: {shortened(row)}. Its "
+                "whole text is explained.",
                 about="an asked row without a prompt",
             )
         if text is None and row.get("messages") is not None:
@@ -215,14 +217,15 @@ def language_model(
     seen = {
         "have an empty text": (
             has_empty_text,
-            "Only characters that the template adds are explained there. Remove these rows if "
-            "training had none of them.",
+            "Only characters that the template adds are explained in such rows. Remove these rows "
+            "if the model was not trained on them.",
         ),
         "have no prompt, unlike other rows": (lacks_prompt, "Their whole text is explained."),
         "have earlier messages of the assistant": (
             has_earlier_answers,
-            "Only the last message of a row is explained. If training computed the loss of earlier "
-            "messages too, write a row for each message of the assistant, which ends with it.",
+            "Only the last message of a row is explained. If training also computed the loss of "
+            "the earlier messages, write one row for each message of the assistant, and end the "
+            "row with this message.",
         ),
     }
 
@@ -231,12 +234,13 @@ def language_model(
         for about, (is_so, consequence) in seen.items():
             if numbers := [i for i, row in enumerate(rows) if is_so(row)]:
                 notify(
-                    f"{len(numbers)} of {len(rows)} training rows {about}, first "
+                    f"{len(numbers)} of {len(rows)} training rows {about}. The first is "
                     f"{rows.place(numbers[0])}. {consequence}",
                     about,
                 )
         if max_tokens is None:
-            # The longest text is checked now, because it is the likeliest to exceed the context.
+            # The longest text is read now, because it is the most likely one to exceed the context.
+            # Otherwise the error would occur only after other samples have been processed.
             lengths = [sum(len(str(row.get(name, ""))) for name in used) for row in rows]
             samples[lengths.index(max(lengths))]
         return samples
@@ -245,7 +249,7 @@ def language_model(
         if targets is None:
             raise InputError(
                 "study_arguments: targets must be a file of rows if an experiment selects targets "
-                "by id. Found none. Set targets, or set `data: asked.jsonl` in the experiment.",
+                "by id. Found no targets. Set them, or set `data: asked.jsonl` in the experiment.",
                 code="studies.no_targets",
             )
         return read_rows(targets)
@@ -282,22 +286,22 @@ def language_model(
 
 
 def _only_field(template: str) -> str:
-    """Return the field of a template such as ``"{text}"``, or "" for a longer template."""
+    """Return "text" for the template ``"{text}"``, and "" if a template is not a single field."""
     return next((name for name in used_by(template) if template == f"{{{name}}}"), "")
 
 
 def _refuse_unread(
     row: Mapping[str, Any], names: Iterable[str], messages: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Raise an error if a row has messages and also a prompt or text that is not among them."""
+    """Raise an error if a field in ``names`` has a text that is not one of the row's messages."""
     contents = ["", *(str(message.get("content")).strip() for message in messages)]
     for name in sorted(names):
         given = messages_in(row.get(name)) or [{"content": row.get(name)}]
         texts = ["" if part.get("content") is None else str(part["content"]) for part in given]
         if any(text.strip() not in contents for text in texts):
             raise InputError(
-                f"A row must have either messages or the field {name}. Found both, with different "
-                "texts. Remove one of them, or rename it.",
+                f"A row must have either the field messages or the field {name}. Found both, with "
+                "different texts. Remove or rename one of the fields.",
                 code="studies.two_texts",
             )
 
@@ -307,34 +311,38 @@ def _refuse_near_prompt(names: Sequence[str]) -> None:
     for name in names:
         if get_close_matches(name.strip().casefold(), ["prompt"], cutoff=_NEAR):
             raise InputError(
-                f"A row's prompt must be in its field prompt. Found the field {name!r}, which "
-                "would not be read. Rename the field. If it is not a prompt, give prompt: '' in "
+                f"A row's prompt must be in a field named prompt. Found the field {name!r}, which "
+                "would be ignored. Rename it. If it is not a prompt, set prompt: '' in "
                 "study_arguments.",
                 code="studies.near_prompt",
             )
 
 
 def _runs_on(before: str, after: str) -> bool:
-    """Return whether joining two texts would join two words, in a script with capital letters."""
+    """Return whether two texts, if joined, would run two words or numbers together.
+
+    Only scripts with capital letters are recognized. Others may have no spaces between words.
+    """
     ends = before[-1:], after[:1]
     return all(end and unicodedata.category(end) in {"Lu", "Ll", "Nd"} for end in ends)
 
 
 def _config_folder(weights: Path) -> Path:
-    """Return the folder if it contains a config, else its last Trainer checkpoint with one."""
+    """Return ``weights`` if it contains a config, else its last ``checkpoint-<step>`` with one."""
     saved = sorted(weights.glob("checkpoint-*"), key=lambda path: (len(path.name), path.name))
     for folder in (weights, *reversed(saved)):
         if (folder / "config.json").is_file() or (folder / ADAPTER_CONFIG).is_file():
             return folder
     raise InputError(
         f"study_arguments: weights must be a folder with config.json or {ADAPTER_CONFIG}, or with "
-        f"a Trainer's checkpoint-<step>. Found none in {weights} (relative to {Path.cwd()}).",
+        f"a Trainer's checkpoint-<step>. Found none of these in {weights} (relative to "
+        f"{Path.cwd()}).",
         code="studies.weights",
     )
 
 
 def _base(folder: Path) -> str | None:
-    """Return the folder of an adapter's base model, or None if ``folder`` has no adapter.
+    """Return the folder of an adapter's base model, or None if ``folder`` contains no adapter.
 
     A relative path is resolved in the adapter's folder, or else in the working directory. A model
     on the Hugging Face Hub must already be in the local cache, because jobs may have no network.
@@ -349,21 +357,21 @@ def _base(folder: Path) -> str | None:
         if path.is_dir():
             return str(path)
     cached = None
-    with suppress(ValueError):  # A path is not a valid name on the hub.
+    with suppress(ValueError):  # Raised for a path, which is no valid name on the hub.
         cached = try_to_load_from_cache(base, "config.json", revision=settings.get("revision"))
     if isinstance(cached, str):
         return str(Path(cached).parent)
     raise InputError(
         f"{folder / ADAPTER_CONFIG}: base_model_name_or_path must be a folder (relative to the "
         f"adapter's folder or to {Path.cwd()}) or a model in the cache of the Hugging Face Hub. "
-        f"Found {base}. Copy the base model to that folder, or load model and tokenizer once by "
-        "`from_pretrained` of `AutoModelForCausalLM` and `AutoTokenizer`.",
+        f"Found {base}. Copy the base model to that folder. Or load the model and the tokenizer "
+        "once by `from_pretrained` of `AutoModelForCausalLM` and `AutoTokenizer`.",
         code="studies.adapter_base",
     )
 
 
 def _tokenizer_source(folder: Path) -> str:
-    """Return the tokenizer's folder: ``folder``, its parent, or the folder of the base model."""
+    """Return the tokenizer's folder: ``folder``, its parent, or that of an adapter's base model."""
     for path in (folder, folder.parent):
         if (path / "tokenizer_config.json").is_file():
             return str(path)
@@ -371,14 +379,17 @@ def _tokenizer_source(folder: Path) -> str:
     if base is None:
         raise InputError(
             f"study_arguments: the folder of weights must have a tokenizer. Found none in {folder} "
-            f"and {folder.parent}. Save it: `tokenizer.save_pretrained({str(folder)!r})`.",
+            f"or {folder.parent}. Save it: `tokenizer.save_pretrained({str(folder)!r})`.",
             code="studies.tokenizer",
         )
     return base
 
 
 def _model(folder: Path) -> nn.Module:
-    """Build the model with random weights, or load the base model and add an adapter's layers."""
+    """Return the model with random weights.
+
+    If ``folder`` contains an adapter, return its base model, loaded and with the adapter's layers.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     base = _base(folder)

@@ -1,4 +1,4 @@
-"""Define the functions of a ready-made study, and helpers to read its rows and its arguments."""
+"""The class of ready-made studies, and functions that read their rows and arguments."""
 
 import importlib.util
 import re
@@ -19,12 +19,13 @@ from trak_core.study.study import Study
 
 @dataclass(frozen=True, slots=True)
 class ReadyStudy:
-    """The functions of a study, as ``trak_core.study.study`` documents them.
+    """A study that consists of the functions in its fields.
 
-    ``to_change_samples`` is a message that says which arguments change the samples. ``as_read``
-    describes the model's input, so that users can compare it with the input in training.
-    ``classes_found`` lists the classes if the data determine the number of the model's outputs.
-    ``fields_read`` are the fields of rows from which samples are made. They are not columns.
+    The module ``trak_core.study.study`` documents the functions. In addition,
+    ``to_change_samples`` is a message that says which arguments change the samples.
+    ``classes_found`` is a message that lists the classes, if the number of the model's outputs was
+    determined from the data. ``fields_read`` contains the fields of rows from which samples are
+    made. Other fields become columns.
     """
 
     to_change_samples: str
@@ -46,7 +47,7 @@ class ReadyStudy:
 
 TO_CHANGE_TEXTS = (
     "The tokenizer in {} must be the model's tokenizer. In study_arguments, `weights` is the "
-    "folder of both, and `max_tokens` the length to which texts are cut."
+    "folder of model and tokenizer, and `max_tokens` is the length to which texts are cut."
 )
 UNKNOWN_LABEL = (
     "If the label of a row to explain is unknown, write the class to explain, such as the class "
@@ -55,7 +56,7 @@ UNKNOWN_LABEL = (
 
 
 def notice(text: str) -> None:
-    """Print a notice on standard error, because `trak ask` prints answers on standard output."""
+    """Print a notice to standard error, because `trak ask` prints answers to standard output."""
     print(f"Notice: {text}", file=sys.stderr, flush=True)
 
 
@@ -65,11 +66,12 @@ def encoder(
     names: Iterable[str],
     class_field: str | None = None,
 ) -> Callable[..., Any]:
-    """Return the study's ``encode``, which converts a line with the fields ``names`` to a sample.
+    """Return a function ``encode`` that checks the fields of a line and converts it to a sample.
 
-    ``sample`` converts a row. If there is only one name, a line may have the field ``text`` instead
-    of it, because ``trak ask`` puts plain text there. Error messages show ``row`` as an example.
-    ``class_field`` is the name of the label if it is a class.
+    The line must have the fields ``names``. If there is only one name, the line may have a field
+    ``text`` in its place, because ``trak ask`` puts plain text there. The function ``sample``
+    converts the line. Error messages show values of ``row`` as an example. If the line lacks
+    ``class_field``, the message also says what to write for an unknown class.
     """
     example = {name: row.get(name, "...") for name in names}
     only = next(iter(example)) if len(example) == 1 else "text"
@@ -82,7 +84,7 @@ def encoder(
             unknown = f" {UNKNOWN_LABEL}" if class_field in missing else ""
             raise InputError(
                 f"A row must have all fields that the study reads, such as {shortened(example)}. "
-                f"Found no {listed(missing)} in {shortened(line)}.{unknown}",
+                f"Found no field {listed(missing)} in {shortened(line)}.{unknown}",
                 code="studies.line",
             )
         return sample(line)
@@ -98,7 +100,8 @@ def decoded_tokens(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 
     Joining the parts gives the text of all tokens, with the spaces that ``decode`` omits for a
     single token. If several tokens encode one character, the last one adds the character, and the
-    others add "". Each token is decoded with only a few preceding ones, in linear time.
+    others add "". Time is linear in the number of tokens, because each token is decoded together
+    with only a few preceding tokens.
     """
 
     def decoded(first: int, end: int) -> str:
@@ -118,38 +121,41 @@ def decoded_tokens(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 
 
 def needed(package: str, extra: str) -> None:
-    """Raise an InputError that names the extra to install if a package is missing."""
+    """Raise an InputError if a package is missing. The message names the extra that installs it."""
     if importlib.util.find_spec(package) is None:
         raise InputError(
-            f"This study needs the package {package}, which is not installed. Call "
+            f"This study needs the package {package}, which is not installed. Run "
             f"`{Path(sys.executable)} -m pip install {package}`, or install 'trak-core[{extra}]'.",
             code="studies.package",
         )
 
 
 def function_at(place: str, argument: str) -> Callable[..., Any]:
-    """Return the function at ``place``, ``file.py:function``. Errors name the ``argument``."""
+    """Return the function that ``place`` specifies as ``file.py:function``.
+
+    Error messages name ``argument``, the argument of the study whose value is ``place``.
+    """
     file, _, name = place.rpartition(":")
     path, function = Path(file), None
     if path.suffix == ".py" and path.is_file():
         function = getattr(Study.load(path).module, name, None)
     if not callable(function):
         raise InputError(
-            f"study_arguments: {argument} must name a function as file.py:function. Found none at "
-            f"{place} (relative to {Path.cwd()}).",
+            f"study_arguments: {argument} must be a function, written as file.py:function. Found "
+            f"no function at {place} (relative to {Path.cwd()}).",
             code="studies.function",
         )
     return function
 
 
 def used_by(*templates: str | None) -> set[str]:
-    """Return the names of the fields in templates such as ``"{prompt}{completion}"``."""
+    """Return the names of all fields in templates such as ``"{prompt}{completion}"``."""
     parts = (part for template in templates if template for part in Formatter().parse(template))
     return {re.split(r"[.\[]", name)[0] for _, name, _, _ in parts if name}
 
 
 def field(row: Mapping[str, Any], name: str, advice: str = "") -> Any:
-    """Return a row's field, or raise an InputError that lists its fields and adds ``advice``."""
+    """Return a row's field ``name``. If it is missing, raise an InputError with ``advice``."""
     if name not in row:
         raise InputError(
             f"study_arguments: every row must have the field {name}. Found a row with the fields "
@@ -160,12 +166,15 @@ def field(row: Mapping[str, Any], name: str, advice: str = "") -> Any:
 
 
 def class_numbers(classes: Sequence[Any]) -> dict[str, int]:
-    """Return the class number by the text of each label. YAML may have parsed some as numbers."""
+    """Return a dict from each label, as a text, to its position in ``classes``.
+
+    Labels are converted to texts, because YAML parses labels such as ``1`` as numbers.
+    """
     numbers = {str(name): number for number, name in enumerate(classes)}
     if len(numbers) < len(classes):
         raise InputError(
             "study_arguments: the labels in classes must differ from each other. Found "
-            f"{', '.join(map(str, classes))}. Put labels such as '01' or '1.10' into quotes, "
+            f"{', '.join(map(str, classes))}. Put labels such as '01' or '1.10' in quotes, "
             "because YAML would read them as numbers.",
             code="studies.classes",
         )
@@ -173,7 +182,7 @@ def class_numbers(classes: Sequence[Any]) -> dict[str, int]:
 
 
 class _Template(Formatter):
-    """A formatter that raises an error for fields other than texts and numbers."""
+    """A string formatter that raises a TypeError if a value is neither a text nor a number."""
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
         value, first = super().get_field(field_name, args, kwargs)
@@ -183,23 +192,24 @@ class _Template(Formatter):
 
 
 def filled_in(template: str, row: Mapping[str, Any]) -> str:
-    """Return a template such as ``"{prompt} {completion}"`` with a row's fields filled in.
+    """Return the text of a template such as ``"{prompt} {completion}"`` with a row's fields.
 
-    Numbers are written as in the file. Missing fields and other types of values raise an error.
+    Numbers are written as in the file. An InputError is raised if a field is missing, or if its
+    value is neither a text nor a number.
     """
     row = {key: value for key, value in row.items() if value is not None and value == value}
     try:
         return _Template().vformat(template, (), row)
     except TypeError as error:
         raise InputError(
-            f"A field of the template {template!r} must be a text or a number. Found {error}",
+            f"A field of the template {template!r} must be a text or a number. Found {error}.",
             code="studies.value",
         ) from error
     except (KeyError, ValueError, IndexError, AttributeError) as error:
         missing = ", ".join(sorted(used_by(template) - row.keys()))
         raise InputError(
-            f"A row must have a value in each field of the template {template!r}. Found none in "
-            f"{missing or 'a field'}, and values in {', '.join(row) or 'no field'}. Add the value, "
-            "or use other fields in study_arguments, as in text: '{answer}'.",
+            f"A row must have a value in each field of the template {template!r}. Found no value "
+            f"in {missing or 'a field'}, and values in {', '.join(row) or 'no field'}. Add the "
+            "value, or use other fields in study_arguments, such as text: '{answer}'.",
             code="studies.template",
         ) from error

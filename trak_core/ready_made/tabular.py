@@ -33,22 +33,23 @@ def tabular(
     Args:
         table: The training rows: a file or a folder that ``read_rows`` reads.
         label: The column to predict.
-        model: ``file.py:function``, a function without arguments that returns the module.
-            Checkpoints replace its weights.
+        model: ``file.py:function``, where the function takes no arguments and returns the module.
+            Checkpoints replace the module's weights.
         targets: A table of the rows to explain. The default is the training rows.
         columns: The columns that the model takes as inputs, in the model's order. They must contain
             the numbers on which the model was trained. The default is all columns except ``label``
             and ``id``.
         classes: Labels in the order of the model's logits, if labels are names. By default, labels
             are numbers: integers if all training labels are integers, else floats.
-        scale: ``standard`` standardizes each input by the mean and the standard deviation of the
-            training rows (divided by n, as in scikit-learn's ``StandardScaler``). A deviation of 0
-            is replaced by 1. Pages show the inputs before scaling.
+        scale: ``standard`` subtracts from each input its mean over the training rows, and divides
+            by its standard deviation, as scikit-learn's ``StandardScaler`` does. A deviation of 0
+            is replaced by 1. Pages show the inputs before scaling. By default, inputs are not
+            scaled.
     """
     if scale not in {None, "standard"}:
         raise InputError(
-            "study_arguments: scale must be standard, or omitted for other scalings, which the "
-            f"table must contain already. Found {scale!r}.",
+            f"study_arguments: scale must be standard or omitted. Found {scale!r}. For any other "
+            "scaling, write the scaled numbers into the table.",
             code="studies.scale",
         )
     rows = read_rows(table)
@@ -65,8 +66,9 @@ def tabular(
             raise InputError(
                 f"{column} must be a number. Found {shortened({column: row[column]})}. Write the "
                 "number as in training, with a decimal point and without thousands separators, or "
-                "delete the row if training left it out. In study_arguments, `columns` lists the "
-                "inputs, and `classes` the labels if they are names.",
+                "delete the row if training left it out. If this column is not an input, list the "
+                "inputs in `columns` of study_arguments. If labels are names, list them in "
+                "`classes`.",
                 code="studies.numbers",
             )
         return value
@@ -90,7 +92,8 @@ def tabular(
     if scale:
         inputs = torch.stack([values for values, _ in RowSamples(rows, measured)])
         deviations, means = torch.std_mean(inputs, dim=0, correction=0)
-        # Equal numbers can have a deviation above 0, because their mean is rounded.
+        # The mean is rounded, so the deviation of equal numbers can be slightly above 0. Inputs
+        # must not be divided by it.
         is_constant = deviations <= len(rows) * torch.finfo(torch.float64).eps * means.abs()
         deviations.masked_fill_(is_constant, 1.0)
 
@@ -100,7 +103,7 @@ def tabular(
 
     def describe(sample: tuple[Tensor, Tensor]) -> str:
         differences = sample[0].double() * deviations
-        # A float32 input has a relative error of up to 2^-24. Digits below the error are not shown.
+        # Rounding to float32 causes a relative error of up to 2^-24. Digits below it are not shown.
         errors = (differences.abs() * 2.0**-23).clamp_min(1e-300).log10().ceil().int().tolist()
         values = zip(names, (differences + means).tolist(), errors, strict=True)
         return ", ".join(f"{name} {round(value, -e) + 0.0:.7g}" for name, value, e in values)
@@ -115,8 +118,8 @@ def tabular(
     used = {label, *names}
     return ReadyStudy(
         to_change_samples=(
-            f"The network gets {len(names)} numbers of each row: {listed(names)}. To change them, "
-            "list the columns in `columns` of study_arguments, in the network's order."
+            f"The network gets {len(names)} numbers from each row: {listed(names)}. To change "
+            "them, list the columns in the network's order in `columns` of study_arguments."
         ),
         make_model=lambda: function_at(model, "model")(),
         train_data=lambda: RowSamples(rows, sample),

@@ -43,14 +43,16 @@ def text_classification(
         targets: Rows to explain, which experiments select by id. The default is ``texts``.
         text: A template of the text, into which a row's fields are inserted.
         label: The field with the label: the number of a class, or its name in the model's config.
-        max_tokens: The length to which texts are cut or padded. By default, they are padded to 128
-            tokens, or to the model's context if that is less, and longer texts raise an error.
+        max_tokens: The number of tokens to which texts are cut or padded. By default, texts are
+            padded to 128 tokens, or to the model's context if that is less, and longer texts raise
+            an error.
         classes: The labels of the rows in the order of the model's logits. Required if labels are
-            neither numbers nor names of classes, or could be both. For example, if the classes have
-            the names "1" to "3", ``[0, 1, 2]`` says that labels are numbers.
+            neither numbers nor names of classes, or if they could be both. For example, if the
+            classes have the names "1" to "3", ``[0, 1, 2]`` means that labels are numbers.
 
     Raises:
-        InputError: If ``classes`` is not given and the name of a class is another class's number.
+        InputError: If ``classes`` is not given and the names in ``config.json`` are ambiguous, for
+            example because the name of a class is the number of another class.
     """
     needed("transformers", "language")
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
@@ -63,15 +65,15 @@ def text_classification(
     tokenizer: Any = AutoTokenizer.from_pretrained(weights, trust_remote_code=False)
     if tokenizer.pad_token is None:
         raise InputError(
-            f"The tokenizer must have a pad token. Found none in {weights}. Set the one that was "
+            f"The tokenizer must have a pad token. Found none in {weights}. Set the token that was "
             "used in training: `tokenizer.pad_token = ...; tokenizer.save_pretrained(folder)`.",
             code="studies.pad_token",
         )
     config: Any = AutoConfig.from_pretrained(weights, trust_remote_code=False)
-    # The names belong to logits only if they are numbered 0, 1, 2, ...
+    # Names of classes belong to the model's logits only if they are numbered 0, 1, 2, ...
     numbered = config.id2label.keys() == set(range(len(config.id2label)))
     given = [str(config.id2label[i]) for i in range(len(config.id2label))] if numbered else []
-    # Names such as LABEL_0 are defaults of transformers.
+    # Names such as LABEL_0 are defaults of transformers, which say nothing about the classes.
     names = [] if given == [f"LABEL_{number}" for number in range(len(given))] else given
     inverse: dict[str, int] = config.label2id or {}
     numbers = {name: number for number, name in enumerate(given)} or inverse
@@ -87,9 +89,9 @@ def text_classification(
     elif is_ambiguous or any(as_number(n) not in {None, i} for n, i in numbers.items()):
         raise InputError(
             "study_arguments: classes must list the rows' labels in the order of the model's "
-            f"logits, because names in {weights}/config.json contradict each other, or one could "
-            f"be another class's number. Found id2label {config.id2label}, label2id {inverse}. "
-            f"Give classes: {list(range(config.num_labels))} if labels are numbers, or classes: "
+            f"logits, because names in {weights}/config.json contradict each other, or a name is "
+            f"the number of another class. Found id2label {config.id2label}, label2id {inverse}. "
+            f"Set classes: {list(range(config.num_labels))} if labels are numbers, or classes: "
             f"{[*numbers]} if labels are names.",
             code="studies.ambiguous_labels",
         )
@@ -107,15 +109,16 @@ def text_classification(
             number = class_number(value)
         if number is None:
             raise InputError(
-                f"A label must be a class's number or one of {listed([*numbers])}. Found "
-                f"{value!r:.80}. Correct the label, or list the rows' labels in the order of the "
-                "model's logits in `classes` of study_arguments.",
+                f"A label must be the number of a class or one of {listed([*numbers])}. Found "
+                f"{value!r:.80}. Correct the label, or set `classes` in study_arguments to the "
+                "rows' labels, in the order of the model's logits.",
                 code="studies.label",
             )
         written = filled_in(text, row)
         if not written.strip():
             raise InputError(
-                f"A text must not be empty. Found {shortened(row)}. Add it, or remove the row.",
+                f"A text must not be empty. Found {shortened(row)}. Add the text, or remove the "
+                "row.",
                 code="studies.empty_text",
             )
         tokens = tokenizer(
@@ -124,8 +127,8 @@ def text_classification(
         n_tokens = len(tokens["input_ids"])
         if n_tokens > length:
             raise InputError(
-                f"A text must have at most {length} tokens if max_tokens is not set. "
-                f"Found {n_tokens}. In study_arguments, set max_tokens to the length to which "
+                f"A text must have at most {length} tokens if max_tokens is not set. Found "
+                f"{n_tokens} tokens. Set max_tokens in study_arguments to the length to which "
                 "training cut texts.",
                 code="studies.context",
             )

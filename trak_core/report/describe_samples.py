@@ -15,7 +15,7 @@ from trak_core.report.read_results import File, rows_with
 from trak_core.settings import MEAN_OF
 from trak_core.study.dataset_split import Split
 from trak_core.study.read_targets import split_of
-from trak_core.study.show_samples import BEGINNING, Picture, Words, are_drawn, show_sample
+from trak_core.study.show_samples import SHORTENED, Picture, Words, are_drawn, show_sample
 from trak_core.study.study import Study
 
 # The largest number of training samples of each sign that are shown for a target.
@@ -80,7 +80,7 @@ def find_examples(
 
     def show(split: Split, n: int) -> dict[Any, Picture | str]:
         return {
-            i: show_sample(study, i, split.samples[row], BEGINNING, draws)
+            i: show_sample(study, i, split.samples[row], SHORTENED, draws)
             for row, i in enumerate(split.ids[:n])
         }
 

@@ -20,7 +20,7 @@ from trak_core.settings import MEAN_OF
 from trak_core.study.dataset_split import Split
 from trak_core.study.sample_columns import RESERVED
 from trak_core.study.show_samples import (
-    BEGINNING,
+    SHORTENED,
     Picture,
     are_drawn,
     contents_digest,
@@ -36,7 +36,7 @@ EACH_ON_PAGE, AT_ONCE = 10, 20
 # Size limits in bytes: for a page, for its ids, scores and columns, and for its text, style and
 # script, including the targets that are shown without the script.
 _PAGE, _ROWS, _MARKUP = 5_000_000, 2_500_000, 600_000
-# The largest number of characters of a text if all texts fit. Otherwise the limit is BEGINNING.
+# The largest number of characters of a text if all texts fit. Otherwise the limit is SHORTENED.
 _CHARACTERS = 1000
 
 # A function (is_target, id, characters) that returns the sample as it is shown, with at most
@@ -345,13 +345,13 @@ def _fill(
     """Add samples to entries, up to ``n_bytes``. Return the pictures shown without the script."""
     samples, used = [], 0
     for is_target, entry in asked:
-        shown, entry["digest"] = show(is_target, entry["key"], BEGINNING if drawn else _CHARACTERS)
+        shown, entry["digest"] = show(is_target, entry["key"], SHORTENED if drawn else _CHARACTERS)
         samples.append(shown)
         used += _size(samples[-1])
         if used > n_bytes and drawn and len(samples) >= n_at_once:
             break
     if used > n_bytes and not drawn:
-        samples = [readable(str(text), BEGINNING) for text in samples]
+        samples = [readable(str(text), SHORTENED) for text in samples]
     places, used = {}, 0
     for count, ((_, entry), sample) in enumerate(zip(asked, samples, strict=False)):
         used += _size(sample)

@@ -32,7 +32,7 @@ from trak_core.runtime.progress import blocks_with_progress
 from trak_core.settings import TRAIN
 from trak_core.study.dataset_split import Split
 from trak_core.study.read_targets import split_of
-from trak_core.study.show_samples import BEGINNING, Picture, are_drawn, short_text, show_sample
+from trak_core.study.show_samples import SHORTENED, Picture, are_drawn, short_text, show_sample
 from trak_core.study.study import Study
 
 # The largest number of targets on a page. Pages are also limited by their size in bytes.
@@ -81,7 +81,7 @@ def _write_texts(
         influential = influential.unique().tolist()
     spec = {"scores": scores.content_hash}
     made_by = software(code, "cpu", "pandas", made_from=[dict(scores.provenance)])
-    with create(texts, ANSWERS, spec, made_by, characters=BEGINNING) as writer:
+    with create(texts, ANSWERS, spec, made_by, characters=SHORTENED) as writer:
         writer.table("targets", _texts(study, targets, "targets"), ["id"])
         writer.table("train", _texts(study, train.take(influential), "training samples"), ["id"])
 

@@ -1,4 +1,4 @@
-"""Show samples as the model reads them, and compare the format of asked and training samples."""
+"""Show samples as the model reads them, and compare their format with that of training samples."""
 
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
@@ -10,13 +10,15 @@ from trak_core.study.dataset_split import Split
 from trak_core.study.show_samples import shown_tokens
 from trak_core.study.study import Study, beginning_and_end
 
-# Training samples that are read to find common tokens, and how many of them must differ.
+# To find the tokens that training samples share, 16 samples are read. At least 8 of them must be
+# different, because equal samples share all tokens.
 _READ, _DIFFERENT = 16, 8
 
 
 def lines_as_read(study: Study, split: Split, subject: str, train: Split | None) -> list[str]:
-    """Return a line on the first sample of a split, and a line on each difference from ``train``.
+    """Return a line that shows a split's first sample, and notices on its format.
 
+    A notice says that the samples in ``train`` begin or end with tokens that the sample lacks.
     ``subject`` names the sample. The list is empty if the study does not define ``as_read``.
     """
     text = study.first_as_read(split)
@@ -26,21 +28,22 @@ def lines_as_read(study: Study, split: Split, subject: str, train: Split | None)
     return [
         f"{subject}, {split.ids[0]}, as the model reads it: {text}",
         *(
-            f"Notice: training samples {words} {common!r}, but this sample does not. If training "
-            "added this text, the sample must have it too."
+            f"Notice: training samples {words} {common!r}, but this sample does not. If this text "
+            "was added in training, the sample must have it too."
             for words, common in differences.items()
         ),
     ]
 
 
 def lacking(study: Study, train: Split, asked: Split) -> dict[str, str]:
-    """Return the first and last tokens that training samples share, if an asked sample lacks them.
+    """Return the tokens with which training samples begin or end, but a sample to explain does not.
 
-    At least 8 different ones of 16 training samples, spread over the split, must share them. The
-    asked sample must begin with all of the first tokens, and end with the last token.
+    16 training samples, spread over ``train``, are compared with the first sample in ``asked``. If
+    fewer than 8 of them are different, the result is empty.
 
     Returns:
-        The text of the tokens by "begin with" and "end with". It is empty without ``input_ids``.
+        The text of the missing first tokens under "begin with", and of the missing last tokens
+        under "end with". The dict is empty if samples have no ``input_ids``.
     """
     numbers = _input_ids(asked, 0)
     last = len(train.ids) - 1
@@ -63,13 +66,13 @@ def lacking(study: Study, train: Split, asked: Split) -> dict[str, str]:
 
 
 def _n_common(sequences: Sequence[Sequence[int]]) -> int:
-    """Return the number of first entries that all sequences share."""
+    """Return the number of entries at the beginning that are equal in all sequences."""
     places = takewhile(lambda entries: len({*entries}) == 1, zip(*sequences, strict=False))
     return sum(1 for _ in places)
 
 
 def _input_ids(split: Split, row: int) -> list[int]:
-    """Return a sample's token ids without padding, or an empty list for a sample without tokens."""
+    """Return a sample's token ids without padding, or an empty list if it has no ``input_ids``."""
     sample = split.sample(row)
     if not isinstance(sample, Mapping) or "input_ids" not in sample:
         return []
@@ -78,6 +81,6 @@ def _input_ids(split: Split, row: int) -> list[int]:
 
 
 def _kept(sample: Mapping[str, Any]) -> list[int]:
-    """Return 0 for padding and 1 for each other token."""
+    """Return 0 for each token that is padding, and 1 for each other token."""
     mask = sample.get("attention_mask", torch.ones_like(torch.as_tensor(sample["input_ids"])))
     return torch.as_tensor(mask).flatten().tolist()

@@ -1,4 +1,4 @@
-"""Read the samples in a split, check their ids, and replace labels."""
+"""Read samples from a data set, check their ids, and replace their labels."""
 
 import traceback
 from collections import Counter
@@ -42,16 +42,16 @@ class Split:
         wrong = [i for i in ids if i not in position or isinstance(i, bool) or counts[i] > 1]
         if wrong:
             raise InputError(
-                "Targets must be ids of the study's target_data(), or of the experiment's `data`, "
-                f"and each must be listed only once. Found {listed(wrong)}. The data have "
-                f"{len(position)} ids, such as {self.ids[0]!r} and {self.ids[-1]!r}.",
+                "Targets must be ids of samples in the study's target_data() or in the "
+                f"experiment's `data`. Each must be listed only once. Found {listed(wrong)}. The "
+                f"data have {len(position)} ids, such as {self.ids[0]!r} and {self.ids[-1]!r}.",
                 code="study.no_target",
             )
         rows = [position[i] for i in ids]
         return Split(Subset(self.samples, rows), list(ids))  # pyright: ignore[reportArgumentType]
 
     def sample(self, row: int) -> Any:
-        """Return the sample in a row. Errors in the user's code are ``InputError``."""
+        """Return the sample in a row. An error in the user's code is raised as an InputError."""
         with users_code(f"reading sample {self.ids[row]}"):
             return self.samples[row]
 
@@ -76,7 +76,7 @@ class Split:
 
 
 def _entries(sample: Any) -> dict[str, Any]:
-    """Return the entries of a sample by name, or for a tuple by "entry" and number."""
+    """Return a sample's entries by name. Entries of a tuple are named "entry 0", "entry 1", ..."""
     if isinstance(sample, Mapping):
         return dict(sample)
     if isinstance(sample, list | tuple):
@@ -90,7 +90,7 @@ def _entries(sample: Any) -> dict[str, Any]:
 def _stacked(parts: Sequence[Any], name: str) -> Tensor:
     """Stack one entry of several samples, given as tensors, arrays, numbers or lists of numbers."""
     try:
-        # default_collate would transpose lists, and promote tensors of different types.
+        # default_collate would transpose lists, and convert tensors of different types to one type.
         tensors = [torch.as_tensor(p) if isinstance(p, list | np.ndarray) else p for p in parts]
         dtypes = {str(p.dtype) for p in tensors if isinstance(p, Tensor)}
         if len(dtypes) > 1:
@@ -103,7 +103,7 @@ def _stacked(parts: Sequence[Any], name: str) -> Tensor:
         shapes = {str(tuple(p.shape)) if hasattr(p, "shape") else type(p).__name__ for p in parts}
         raise InputError(
             "Samples must be tuples or dicts of tensors or numbers, with the same shapes in every "
-            "sample, so texts must be padded to one length. Found "
+            "sample. Texts must be padded to one length. Found "
             f"{', '.join(sorted(shapes)[:4])} for {name}: {(str(error).splitlines() or [''])[0]}",
             code="study.sample_shapes",
         ) from error
@@ -111,9 +111,9 @@ def _stacked(parts: Sequence[Any], name: str) -> Tensor:
 
 @contextmanager
 def users_code(call: str) -> Generator[None, None, None]:
-    """Convert exceptions in the study's code, and SystemExit, to an ``InputError``.
+    """Convert an exception or SystemExit in the user's code to an ``InputError``.
 
-    Its message contains the traceback, and begins with ``call``, a description of the called code.
+    The message begins with ``call``, which describes the called code, and contains the traceback.
     Exceptions due to a full disk, exhausted memory or a stop signal are not converted.
     """
     try:
@@ -138,8 +138,8 @@ def _is_number(sample_id: Any) -> bool:
 
 
 def _is_name(sample_id: Any) -> bool:
-    # Names must be printable, because HDF5 pads strings with NUL and lone surrogates cannot be
-    # encoded in UTF-8. pandas reads "nan" in an index as a missing value.
+    # HDF5 pads strings with NUL, and UTF-8 cannot encode lone surrogates, so names with such
+    # characters could not be stored. pandas reads "nan" in an index as a missing value.
     return (
         type(sample_id) is str
         and sample_id != "nan"
@@ -154,7 +154,7 @@ def checked_ids(ids: Sequence[Any], n_samples: int, function: str) -> list[int] 
     Args:
         ids: Distinct ids, which are all integers of 64 bits or all short printable strings.
         n_samples: The required number of ids.
-        function: The function that returned the ids, or their field, for error messages.
+        function: The function or the field with the ids, for error messages.
     """
     plain = [i.item() if hasattr(i, "item") else i for i in ids]
     if len(plain) != n_samples:
@@ -168,26 +168,26 @@ def checked_ids(ids: Sequence[Any], n_samples: int, function: str) -> list[int] 
         bad = [i for i in plain if not is_good(i)] or plain
         raise InputError(
             f"{function} must contain only 64-bit integers, or only printable strings of 1 to "
-            f"{_MAX_ID_BYTES} bytes, but not the string nan. Found "
+            f"{_MAX_ID_BYTES} bytes. The string nan is not allowed. Found "
             f"{', '.join(repr(i) for i in bad[:3])}.",
             code="study.ids",
         )
     ((commonest, count),) = Counter(plain).most_common(1)
     if count > 1:
         raise InputError(
-            f"{function} must contain unique ids. Found repeated ids: {commonest!r}.",
+            f"{function} must contain unique ids. Found {commonest!r} {count} times.",
             code="study.ids",
         )
     return plain
 
 
 def label_of(sample: Any) -> torch.Tensor:
-    """Return a sample's label."""
+    """Return the label of a sample as a tensor."""
     return torch.as_tensor(sample["labels"] if isinstance(sample, Mapping) else sample[-1])
 
 
 def with_label(sample: Any, label: int) -> Any:
-    """Return a copy of a sample with ``label``, converted to the type of its present label."""
+    """Return a copy of a sample with a new label, which is converted to the old label's type."""
     if isinstance(sample, Mapping):
         return {**sample, "labels": _like(sample["labels"], label)}
     return (*sample[:-1], _like(sample[-1], label))

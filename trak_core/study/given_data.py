@@ -22,12 +22,12 @@ from trak_core.errors import InputError
 from trak_core.study.dataset_split import Split, checked_ids
 from trak_core.study.load_checkpoint import hash_tensors
 
-_READ_TWICE = 32  # This number of samples are read twice, and the results are compared.
+_READ_TWICE = 32  # The number of samples that are read twice, to find random ones.
 
 
 @dataclass(frozen=True, slots=True)
 class _Collated:
-    """Samples of a DataLoader. Its user-defined ``collate_fn`` is called for each sample."""
+    """The samples of a DataLoader, for each of which its ``collate_fn`` is called separately."""
 
     loader: DataLoader[Any]
 
@@ -44,7 +44,7 @@ class _Collated:
                 size = getattr(values, "shape", type(values).__name__)
                 raise InputError(
                     "A DataLoader's collate_fn must return tensors with a row for each sample. "
-                    f"Found {size} in entry {name} for one sample. Pass a Dataset instead.",
+                    f"For one sample, it returned {size} in entry {name}. Pass a Dataset instead.",
                     code="study.given_collate",
                 )
         sample = {name: values[0] for name, values in named.items()}
@@ -54,16 +54,16 @@ class _Collated:
 def _columns_of(data: Mapping[str, Any] | tuple[Any, ...]) -> StackDataset:
     given = dict(data if isinstance(data, Mapping) else enumerate(data))
     with warnings.catch_warnings():
-        # Arrays of pandas are read-only.
+        # Arrays from pandas are read-only, and torch warns of them. They are only read here.
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
         columns: Any = {k: torch.as_tensor(v) for k, v in given.items() if _has_rows_of_numbers(v)}
     if not columns or len(columns) < len(given) or len({*map(len, columns.values())}) > 1:
         raise InputError(
             "Data in tensors must be a tuple of the model's inputs and then the labels, or a dict "
-            "with `labels`. Each must be a tensor or an array of numbers, with a row for each "
-            f"sample. Found {', '.join(map(_kind_of, given.values())) or 'nothing'}. Convert "
-            "objects of pandas with `.to_numpy()`, and texts to numbers. Pass one split of a "
-            "DatasetDict. In a list, each entry is read as a sample.",
+            "with `labels`. Each entry must be a tensor or an array of numbers, with a row for "
+            f"each sample. Found {', '.join(map(_kind_of, given.values())) or 'nothing'}. Convert "
+            "pandas objects with `.to_numpy()`, and texts to numbers. If the data are a "
+            "DatasetDict, pass one of its splits. Pass a list of samples as a list, not a tuple.",
             code="study.given_tensors",
         )
     return StackDataset(**columns) if isinstance(data, Mapping) else StackDataset(*columns.values())
@@ -80,7 +80,7 @@ def _kind_of(values: Any) -> str:
 
 
 def _dataset_of(loader: DataLoader[Any]) -> Any:
-    """Return a loader's dataset. The loader must use each sample exactly once per epoch."""
+    """Return the dataset of a DataLoader, which must use each sample exactly once per epoch."""
     batches = loader.batch_sampler
     sampler = getattr(batches, "sampler", batches)
     is_shuffled = isinstance(sampler, RandomSampler) and not sampler.replacement
@@ -104,9 +104,9 @@ def split_of_data(data: Any, ids: Iterable[Any] | None) -> Split:
             row for each sample; a dict of tensors (the model's named inputs and ``labels``); a
             torch Dataset, a list, or another sequence of samples with ``len()`` and ``[i]``; a
             Hugging Face ``datasets.Dataset``, whose column ``id`` has the ids; a ``Split``; or a
-            DataLoader. The dataset of a DataLoader is read in order, for any ``shuffle``,
-            ``batch_size`` and ``drop_last``, and ``collate_fn`` is called for each sample.
-        ids: An id for each sample, integers or short texts; None for 0, 1, 2, ...
+            DataLoader. The dataset of a DataLoader is read in order. ``collate_fn`` is called for
+            each sample, and ``shuffle``, ``batch_size`` and ``drop_last`` are ignored.
+        ids: An integer or a short text for each sample. By default, ids are 0, 1, 2, ...
     """
     if hasattr(data, "remove_columns") and hasattr(data, "__len__") and "id" in data.column_names:
         ids = data.with_format(None)["id"] if ids is None else ids
@@ -120,8 +120,8 @@ def split_of_data(data: Any, ids: Iterable[Any] | None) -> Split:
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__") or hasattr(data, "iloc"):
         raise InputError(
             "Data must be tensors, a DataLoader, or samples with len() and [i], such as a torch "
-            f"Dataset. Found {type(data).__name__}. `list(data)` converts an iterable, and "
-            "`(inputs.to_numpy(), labels.to_numpy())` objects of pandas.",
+            f"Dataset. Found {type(data).__name__}. Convert an iterable by `list(data)`, and "
+            "pandas objects by `(inputs.to_numpy(), labels.to_numpy())`.",
             code="study.given_data",
         )
     size = len(data)
@@ -133,9 +133,9 @@ def split_of_data(data: Any, ids: Iterable[Any] | None) -> Split:
 
 
 def check_repeatable(split: Split) -> None:
-    """Raise an error if one of at most 32 samples, spread over the split, is not always the same.
+    """Raise an error if samples are random, for example because they are augmented.
 
-    All of them are read, then read again and compared.
+    Up to 32 samples, spread over the split, are read twice and compared.
     """
     last = len(split.ids) - 1
     rows = sorted({i * last // (_READ_TWICE - 1) for i in range(_READ_TWICE)})
@@ -143,9 +143,9 @@ def check_repeatable(split: Split) -> None:
     changed = [split.ids[row] for row, a, b in zip(rows, first, again, strict=True) if a != b]
     if changed:
         raise InputError(
-            f"A sample must be the same whenever it is read. Found two versions of {changed[0]}, "
-            f"when {len(rows)} samples were read twice. Remove random steps such as augmentation, "
-            "and prepare samples as for evaluation.",
+            "A sample must be the same whenever it is read. Found different values when sample "
+            f"{changed[0]} was read twice. Remove random steps such as augmentation, and prepare "
+            "samples as for evaluation.",
             code="study.random_samples",
         )
 

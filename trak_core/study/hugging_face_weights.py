@@ -1,12 +1,12 @@
 """Load weights that transformers or PEFT stored under names that differ from those in the model.
 
-New releases of transformers rename layers and fuse experts. Keys of a model without a head have no
-prefix. Old files contain masks, which are computed now. ``renamed`` lets transformers convert such
-weights.
+Names in a file can differ from the model's because new releases of transformers rename layers, join
+the weights of experts, or compute masks that old files contain, or because the file was saved from
+a model without a head. ``renamed`` lets transformers convert such weights.
 
 ``PeftModel.save_pretrained`` writes an adapter's weights and settings. With a different
-``lora_alpha``, the same weights are a different model. Therefore ``Adapter`` compares the settings,
-and loads the weights with peft, which is imported only for an adapter's folder.
+``lora_alpha``, the same weights give different outputs. Therefore ``Adapter`` compares the settings
+before it loads the weights. The package peft is imported only for an adapter's folder.
 """
 
 import json
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from trak_core.errors import InputError, listed
 from trak_core.settings import ADAPTER_CONFIG
 
-# Settings of a config that do not change outputs in evaluation mode.
+# Settings of a config that do not change the model's outputs in evaluation mode.
 _WITHOUT_EFFECT = re.compile(
     r"^_|drop|_token_id$|^(architectures|(torch_)?dtype|problem_type|transformers_version|use_cache)$"
 )
@@ -37,7 +37,7 @@ _WITHOUT_EFFECT = re.compile(
 def config_notice(model: nn.Module, folder: Path) -> str:
     """Return a notice if a folder's ``config.json`` differs from the config of the model, else "".
 
-    Weights also fit a model with, for example, another number of attention heads.
+    Names and shapes of weights do not show all differences, such as another number of heads.
     """
     library: Any = sys.modules.get("transformers")
     file = folder / "config.json"
@@ -46,7 +46,7 @@ def config_notice(model: nn.Module, folder: Path) -> str:
     config: Any = model.config
     try:
         stored = type(config).from_dict(json.loads(file.read_text(encoding="utf-8")))
-    except Exception:  # transformers raises errors of any kind for the config of another model.
+    except Exception:  # transformers can raise any error for the config of another model.
         return ""
     own, saved = config.to_dict(), stored.to_dict()
     differ = [
@@ -58,7 +58,8 @@ def config_notice(model: nn.Module, folder: Path) -> str:
         return ""
     return (
         f"config.json has {listed(differ)} in the model that the study builds. The settings of the "
-        "model are used. If training used those of config.json, build the model from this folder."
+        "model are used. If training used the settings in config.json, build the model from this "
+        "folder."
     )
 
 
@@ -70,8 +71,9 @@ def renamed(
     Returns:
         The converted state dict, in the model's widest dtype, and the keys that do not fit, by
         kind. None if the model is not from transformers, or if transformers would initialize a
-        missing weight. If ``state`` is on the meta device, so are the weights. That requires
-        accelerate. Without it, the model's current weights are returned.
+        missing weight without an error. If ``state`` is on the meta device, the converted weights
+        are too. If the package accelerate is missing, which this requires, the model's own weights
+        are returned.
     """
     library: Any = sys.modules.get("transformers")
     if library is None or not isinstance(model, library.PreTrainedModel):
@@ -112,19 +114,20 @@ def renamed(
     return other.state_dict(), {kind: keys for kind, keys in misfits.items() if keys}
 
 
-# Settings about the origin or the training of an adapter, on which outputs do not depend.
+# Settings that describe where an adapter came from or how it was trained. They do not change the
+# model's outputs.
 _TRAINING_SETTINGS = frozenset({
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"),
     *("task_type", "lora_dropout", "corda_config", "eva_config", "loftq_config", "lora_ga_config"),
     *("megatron_config", "megatron_core"),
 })
-# Settings that determine which weights exist. The same layers can be specified in several ways, so
-# a difference is harmless if keys and shapes agree.
+# Settings that select the layers with weights. The same layers can be selected in several ways, so
+# a difference is harmless if the names and shapes of the weights agree.
 _LAYER_SETTINGS = frozenset({
     *("bias", "exclude_modules", "layers_pattern", "layers_to_transform", "lora_bias"),
     *("modules_to_save", "rank_pattern", "target_modules", "target_parameters"),
 })
-# Initializations that do not change the base model's weights, unlike PiSSA or OLoRA.
+# Unlike PiSSA and OLoRA, these initializations of an adapter keep the base model's weights.
 _INITS = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
 
 
@@ -137,30 +140,31 @@ class Adapter:
 
     @classmethod
     def active(cls, model: Any, folder: Path) -> Self:
-        """Return the only active adapter of ``model``. Error messages contain ``folder``."""
-        peft: Any = sys.modules.get("peft")  # If it was not imported, there is no PeftModel.
+        """Return the active adapter of a PeftModel that has one. Errors name ``folder``."""
+        peft: Any = sys.modules.get("peft")  # If peft was not imported, there is no PeftModel.
         if peft is None or not isinstance(model, peft.PeftModel):
             raise InputError(
-                f"{folder}: for an adapter's folder, make_model() must return a peft.PeftModel. "
-                f"Found {type(model).__name__}. Return `PeftModel.from_pretrained(base, folder)`, "
-                "or `get_peft_model(base, config)` with the config that was used for training.",
+                f"{folder}: if the weights are an adapter, make_model() must return a "
+                f"peft.PeftModel. Found {type(model).__name__}. Return "
+                "`PeftModel.from_pretrained(base, folder)`, or `get_peft_model(base, config)` with "
+                "the config that was used for training.",
                 code="study.adapter_model",
             )
         active = model.active_adapters
         if len(active) != 1:
             raise InputError(
                 f"{folder}: exactly one adapter must be active in the PeftModel that make_model() "
-                f"returns. Found {', '.join(active) or 'none'} of {', '.join(model.peft_config)}. "
-                "Call `model.set_adapter(name)`.",
+                f"returns. Found {', '.join(active) or 'none'} active, of the adapters "
+                f"{', '.join(model.peft_config)}. Call `model.set_adapter(name)`.",
                 code="study.adapter_active",
             )
         return cls(model, active[0])
 
     def weights(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the adapter's weights in the model, with the names under which peft saves them.
+        """Return the model's weights of the adapter, under the names with which peft saves them.
 
-        If ``stored`` contains the base model's embeddings, they are included, because training may
-        have changed the vocabulary.
+        The base model's embeddings are included if ``stored`` contains them, because peft saves
+        them with an adapter if training has changed the vocabulary.
         """
         from peft import get_peft_model_state_dict
 
@@ -172,7 +176,7 @@ class Adapter:
         return {key: value for key, value in more.items() if key in own or key in stored}
 
     def load(self, stored: Mapping[str, Tensor]) -> None:
-        """Load weights with the keys and shapes of ``weights``, and check that they are loaded."""
+        """Load an adapter's weights into the model, and check that the model has these values."""
         from peft import set_peft_model_state_dict
 
         # The dict is copied, because some versions of peft rename its keys in place.
@@ -181,16 +185,17 @@ class Adapter:
         lost = [k for k, v in stored.items() if not torch.equal(own[k].cpu(), v.to(own[k].dtype))]
         if lost:
             raise InputError(
-                "After peft has loaded an adapter, the model must contain its weights. Found other "
-                f"values in {listed(lost)}. Save the whole model's state_dict() instead.",
+                "After peft has loaded an adapter, the model must contain the adapter's weights. "
+                f"Found other values in {listed(lost)}. Save the state_dict() of the whole model "
+                "instead of the adapter.",
                 code="study.adapter_model",
             )
 
     def differing_settings(self, folder: Path) -> tuple[list[str], list[str]]:
-        """Describe the settings in an adapter's folder that differ from those of the model.
+        """Return descriptions of the settings in an adapter's folder that differ from the model's.
 
         Returns:
-            Settings that change outputs, and settings that only determine which weights exist.
+            The settings that change outputs, and the settings that only select layers.
         """
         own = self.model.peft_config[self.name]
         stored, config = _read_config(folder / ADAPTER_CONFIG, own)
@@ -201,9 +206,9 @@ class Adapter:
                 texts = of_layers if key in _LAYER_SETTINGS else of_outputs
                 texts.append(f"{key} {saved[key]!r} for {mine[key]!r}")
         known = mine.keys() | _TRAINING_SETTINGS | _LAYER_SETTINGS
-        # Settings of a newer peft have no effect if they are false or empty.
+        # Unknown settings, which a newer peft has added, have no effect if they are false or empty.
         of_outputs += [
-            f"{key} {value!r}, which this version of peft doesn't know: install a newer one"
+            f"{key} {value!r}, which this version of peft does not know (install a newer one)"
             for key, value in stored.items()
             if value and key not in known
         ]
@@ -211,15 +216,15 @@ class Adapter:
 
 
 def _read_config(path: Path, own: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return an adapter's saved settings, first without and then with peft's defaults."""
+    """Return an adapter's saved settings twice: as in the file, and with peft's defaults added."""
     from peft import PeftConfig
 
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         if stored["peft_type"] != own.peft_type.value:
             raise ValueError(
-                f"it is of the kind {stored['peft_type']}, but make_model() builds one of the kind "
-                f"{own.peft_type.value}. Build the model with PeftConfig.from_pretrained(folder)"
+                f"the adapter is of the kind {stored['peft_type']}, but make_model() builds one of "
+                f"the kind {own.peft_type.value}. Build it with PeftConfig.from_pretrained(folder)"
             )
         with warnings.catch_warnings(action="ignore"):  # peft warns about unknown settings.
             return stored, PeftConfig.from_peft_type(**stored).to_dict()
@@ -233,7 +238,7 @@ def _read_config(path: Path, own: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert settings to JSON types, and sets to sorted lists, so that they can be compared."""
+    """Return settings as JSON types, with sets as sorted lists, so that they can be compared."""
 
     def plain_value(value: Any) -> Any:
         return sorted(value, key=str) if isinstance(value, set | frozenset) else str(value)

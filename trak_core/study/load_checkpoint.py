@@ -24,8 +24,8 @@ from trak_core.study.weight_files import (
 
 _MUST = "a checkpoint must be a state dict saved by torch.save, or safetensors"
 _REMEDY = "Copy it again, or save `model.state_dict()` and use that file."
-_PIECE_BYTES = 2**26  # Weights of about this size are copied from each memory map.
-# Methods that only copy weights, except that torch's norms also add entries that old files lack.
+_PIECE_BYTES = 2**26  # About so many bytes of weights are copied from each memory map.
+# Methods that only copy weights. Those of norm layers also add entries that old files lack.
 _PLAIN_LOADS = {
     nn.Module._load_from_state_dict,
     nn.BatchNorm1d._load_from_state_dict,
@@ -42,7 +42,7 @@ class Weights(NamedTuple):
 
 
 def _default_part(saved: Any, path: Path) -> Weights:
-    """Return the state dict in a file: the whole content, or the entry under the usual keys."""
+    """Return the state dict that a file contains, at the top level or under the usual keys."""
     parts, within = dict(state_dicts(saved)), []
     state = saved
     for wrapper in WRAPPERS:
@@ -54,7 +54,7 @@ def _default_part(saved: Any, path: Path) -> Weights:
     if is_state_dict(state):
         notice = (
             f"the weights under `{name}` are used. The file also contains weights under "
-            f"{listed(others)}. To use them, set `state_dict` for the checkpoint in the config."
+            f"{listed(others)}. To use those, set `state_dict` for the checkpoint in the config."
         )
         return Weights(state, name, notice if others else "")
     remedy = _REMEDY
@@ -63,8 +63,8 @@ def _default_part(saved: Any, path: Path) -> Weights:
         remedy = f"Choose a state dict for the checkpoint in the config: {choices}."
     entries = saved if isinstance(saved, dict) else {}
     raise InputError(
-        f"{path}: a checkpoint must be a state dict (names to tensors), possibly under one of "
-        f"the keys {', '.join(WRAPPERS)}. Found {type(saved).__name__} with "
+        f"{path}: a checkpoint must be a state dict (a dict from names to tensors), or contain one "
+        f"under the keys {', '.join(WRAPPERS)}. Found {type(saved).__name__} with "
         f"{', '.join(map(str, [*entries][:5])) or 'no keys'}. {remedy}",
         code="study.state_dict",
     )
@@ -76,9 +76,10 @@ def read_weights(checkpoint: Path, part: str | None = None, digest: Any = None) 
     Args:
         checkpoint: A file of ``torch.save`` with a state dict, a ``.safetensors`` file, a Hugging
             Face folder, sharded or not, or a folder of a PEFT adapter.
-        part: The keys that lead to one of several state dicts, joined by dots, or a prefix of keys.
-        digest: A hash object of hashlib, or None. It is updated with an adapter's config or an
-            index, if there is one, and then with all files of weights, in order.
+        part: The keys that lead to one of several state dicts, joined by dots. It can also be a
+            prefix of the names of weights. None selects the usual state dict.
+        digest: A hash object of hashlib, or None. It is updated with the config of an adapter or
+            the index of shards, if there is one, and then with all files of weights, in order.
     """
     state, within, notice = dict[str, Tensor](), part or "", ""
     files, config = weight_files(checkpoint)
@@ -97,8 +98,8 @@ def read_weights(checkpoint: Path, part: str | None = None, digest: Any = None) 
         twice = sorted(state.keys() & shard.keys())
         if twice:
             raise InputError(
-                f"{path}: each weight must be in only one file of a checkpoint folder. Found in "
-                f"two files: {listed(twice)}. Save the checkpoint again, into an empty folder.",
+                f"{path}: each weight must be in only one file of a checkpoint folder. Found "
+                f"{listed(twice)} in two files. Save the checkpoint again, into an empty folder.",
                 code="study.checkpoint_shards",
             )
         state.update(shard)
@@ -106,8 +107,8 @@ def read_weights(checkpoint: Path, part: str | None = None, digest: Any = None) 
     chosen = {k.removeprefix(start): v for k, v in state.items() if k.startswith(start)}
     if part and not chosen:
         raise InputError(
-            f"{checkpoint}: the setting `state_dict` must be the path of keys to the weights in "
-            f"the file, joined by dots. Found no key {part}. There are weights under "
+            f"{checkpoint}: the setting `state_dict` must contain the keys that lead to the "
+            f"weights in the file, joined by dots. Found no key {part}. There are weights under "
             f"{listed(sorted({key.split('.')[0] for key in state}))}.",
             code="study.no_such_part",
         )
@@ -122,7 +123,7 @@ def read_weights(checkpoint: Path, part: str | None = None, digest: Any = None) 
 
 
 def _unusual_kind(value: Tensor) -> str:
-    """Return the kind of a tensor that is not a plain array, such as DTensor, or else ""."""
+    """Return "" for a plain tensor, and else the kind of tensor, such as DTensor or quantized."""
     if type(value) not in {Tensor, nn.Parameter}:
         return type(value).__name__
     kinds = {"nested": value.is_nested, "quantized": value.is_quantized, "meta": value.is_meta}
@@ -133,9 +134,10 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], source: str) 
     """Load weights into ``model``, and put it into evaluation mode.
 
     ``state`` must contain all parameters and buffers of the model and nothing else, with the same
-    shapes and finite values. Weights of tied parameters must be equal, and all but one of them may
-    be missing. ``num_batches_tracked`` of norm layers may be missing, because evaluation mode does
-    not use it. See ``match_state_dict`` for the names that fit, and for ``source``.
+    shapes and finite values. If parameters are tied, their weights must be equal, and all but one
+    may be missing. ``num_batches_tracked`` of norm layers may be missing, because evaluation mode
+    does not use it. ``match_state_dict`` says which names fit. ``source`` is the checkpoint's name
+    in messages.
     """
     fit = match_state_dict(model, state, source)
     _copy_weights(model, [fit.weights], fit, source)
@@ -144,7 +146,7 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], source: str) 
 def _copy_weights(
     model: nn.Module, pieces: Iterable[Mapping[str, Tensor]], fit: Fit, source: str
 ) -> None:
-    """Copy the weights of ``fit`` into a model. ``pieces`` are parts of these weights."""
+    """Copy weights into a model, piece by piece. All ``pieces`` together are ``fit.weights``."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     _check_tied(parameters, fit.weights, source)
     for piece in pieces:
@@ -174,7 +176,7 @@ def _is_finite(values: Tensor) -> bool:
 def _check_tied(
     parameters: Mapping[str, Tensor], weights: Mapping[str, Tensor], source: str
 ) -> None:
-    """Raise an error if different weights are stored for the names of one tied parameter."""
+    """Raise an error if a checkpoint has different weights for parameters that the model ties."""
     first: dict[int, str] = {}
     differing = set[str]()
     for key, parameter in parameters.items():
@@ -194,11 +196,12 @@ def _check_tied(
 
 
 def model_to_load(make_model: Callable[[], nn.Module], checkpoint: Path) -> nn.Module:
-    """Return the model that is built for loading a checkpoint's weights.
+    """Return a model from ``make_model`` into which a checkpoint's weights can be loaded.
 
     Weights that the checkpoint replaces are not initialized, unless other values depend on them.
     """
-    # An adapter has only a few weights, and a user-defined loading method may skip some.
+    # All weights are initialized if the checkpoint may not replace all of them: an adapter has only
+    # a few weights, and a user-defined loading method may skip some.
     if not (checkpoint / ADAPTER_CONFIG).is_file():
         model = built_without_draws(make_model)
         if model is not None and _loads_plainly(model):
@@ -214,8 +217,8 @@ def load_checkpoint(model: nn.Module, checkpoint: Path, part: str | None = None)
     PeftModel, which must have the same keys, shapes and settings.
 
     Returns:
-        ``sha256`` of the files. An adapter also has ``model_sha256``, the hash of all weights,
-        because its base model can differ.
+        The hash of the files as ``sha256``. For an adapter, also the hash of all weights in the
+        model as ``model_sha256``, because the files do not contain the base model's weights.
     """
     digest, source, before = hashlib.sha256(), str(checkpoint), _stamps(checkpoint)
     weights = read_weights(checkpoint, part, digest)
@@ -233,7 +236,7 @@ def load_checkpoint(model: nn.Module, checkpoint: Path, part: str | None = None)
     _check_finite(weights.state, source)
     adapter.load(weights.state)
     model.eval()
-    # get_extra_state() of a module can return an object that is not a tensor.
+    # A state dict also contains what get_extra_state() returns, which may not be a tensor.
     tensors = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
     return {"sha256": sha256, "model_sha256": state_dict_sha256(tensors)}
 
@@ -245,11 +248,12 @@ def _pieces(
     state: Mapping[str, Tensor],
     before: list[tuple[int, ...]],
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield weights in pieces under the model's ``names``, each from a new memory map.
+    """Yield a checkpoint's weights in pieces, each from a new memory map.
 
-    Pages of a memory map stay in memory as long as the map exists. With one map for all pieces, the
-    weights would be in memory twice. ``before`` contains the ``_stamps`` of the files from before
-    they were hashed.
+    The pages that were read from a memory map stay in memory as long as the map exists. With one
+    map for all pieces, the weights would be in memory twice. ``names`` contains the model's names
+    of weights by their names in the file. ``before`` contains the ``_stamps`` of the files from
+    before they were hashed. An error is raised if they have changed since.
     """
     keys, n_bytes = list[str](), 0
     for i, key in enumerate(names, 1):
@@ -261,7 +265,7 @@ def _pieces(
             keys, n_bytes = [], 0
     if _stamps(checkpoint) != before:
         raise InputError(
-            f"{checkpoint}: a checkpoint must not change while it is being read. Found that it was "
+            f"{checkpoint}: a checkpoint must not change while it is being read, but it was "
             "replaced. Run the job again.",
             code="study.checkpoint_replaced",
         )
@@ -274,7 +278,7 @@ def _stamps(checkpoint: Path) -> list[tuple[int, ...]]:
 
 
 def _loads_plainly(model: nn.Module) -> bool:
-    """Return whether ``load_state_dict`` only copies each weight to the tensor of the same name."""
+    """Return whether a model's ``load_state_dict`` only copies each weight to its namesake."""
     named = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     return (
         type(model).load_state_dict is nn.Module.load_state_dict
@@ -296,8 +300,8 @@ def check_checkpoint(
     """Run those checks of ``load_checkpoint`` that read no values and compute no checksums.
 
     Returns:
-        Whether transformers renames weights, which needs a second copy, and the notices of
-        ``Weights`` and of ``config_notice``.
+        Whether transformers converts the weights, which needs memory for a second copy, and a text
+        of all notices on the checkpoint, or "".
     """
     weights = read_weights(checkpoint, part)
     if (checkpoint / ADAPTER_CONFIG).is_file():
@@ -310,7 +314,7 @@ def check_checkpoint(
 
 
 def _fitting_adapter(model: nn.Module, state: Mapping[str, Tensor], folder: Path) -> Adapter:
-    """Return the model's adapter, or raise an error if weights or settings in a folder differ."""
+    """Return the model's adapter. Raise an error if the adapter in the folder does not fit it."""
     adapter = Adapter.active(model, folder)
     settings, layer_settings = adapter.differing_settings(folder)
     misfits = misfits_of(state, adapter.weights(state))
@@ -320,7 +324,7 @@ def _fitting_adapter(model: nn.Module, state: Mapping[str, Tensor], folder: Path
     if misfits:
         raise InputError(
             f"{folder}: an adapter's weights and settings must be those of the PeftModel "
-            f"that make_model() returns. Found differences ({in_words(misfits)}). Build the "
+            f"that make_model() returns. Found differences: {in_words(misfits)}. Build the "
             "PeftModel with the config that was used for training, "
             "`PeftConfig.from_pretrained(folder)`, on the same base model.",
             code="study.adapter_settings",
@@ -329,7 +333,7 @@ def _fitting_adapter(model: nn.Module, state: Mapping[str, Tensor], folder: Path
 
 
 def hash_tensors(digest: Any, tensors: Mapping[Any, Tensor]) -> None:
-    """Update a digest with the names, dtypes, shapes and bytes of tensors, in order."""
+    """Update a hash object with the names, dtypes, shapes and bytes of tensors, in their order."""
     for name, tensor in tensors.items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         values = tensor.detach().cpu().contiguous().reshape(-1)
@@ -337,7 +341,7 @@ def hash_tensors(digest: Any, tensors: Mapping[Any, Tensor]) -> None:
 
 
 def state_dict_sha256(state: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 of tensors. See ``hash_tensors``."""
+    """Return the SHA-256 of the names, dtypes, shapes and bytes of a state dict's tensors."""
     digest = hashlib.sha256()
     hash_tensors(digest, state)
     return digest.hexdigest()

@@ -1,8 +1,8 @@
 """Match the weights in a checkpoint with those of a model by name.
 
-Wrappers add parts to names: data parallelism adds ``module.``, torch.compile adds ``_orig_mod.``,
-and Lightning adds the name of an attribute. Weights fit if the names match one to one after such
-parts are removed. Weights in the checkpoint that are not in the model are an error.
+Wrappers around a model add parts to the names of weights: data parallelism adds ``module.``,
+torch.compile adds ``_orig_mod.``, and Lightning adds the name of an attribute. Weights fit if the
+names match one to one after such parts are removed. Weights that the model lacks are an error.
 """
 
 import os
@@ -17,22 +17,23 @@ from torch import Tensor, nn
 from trak_core.errors import InputError, listed
 from trak_core.study.hugging_face_weights import renamed
 
-# The parts that are removed from names in each of three attempts. The first attempt removes
-# nothing. The second removes what FSDP, torch.compile and activation checkpointing add. Only the
-# third also removes `module`, which data parallelism adds, because it can be a submodule's name.
+# The parts that three attempts remove from names. The first attempt removes nothing. The second
+# removes what FSDP, torch.compile and activation checkpointing add. Only the third also removes
+# `module`, which data parallelism adds, because `module` can be the name of a submodule.
 _WRAPPERS = "_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module"
 _WRAPPER_PATTERNS = [
     re.compile(rf"(?<![^.])({names})\.") for names in ("(?!)", _WRAPPERS, f"{_WRAPPERS}|module")
 ]
-_MAX_PREFIXES = 4  # At most this many prefixes that only some keys have are tried.
+_MAX_PREFIXES = 4  # The largest number of prefixes to try that only some keys have.
 
 
 def misfits_of(
     state: Mapping[str, Tensor], own: Mapping[str, Tensor], unread: Container[str] = ()
 ) -> dict[str, list[str]]:
-    """Return the differences between a checkpoint's ``state`` and a model's state ``own``, by kind.
+    """Return the keys that do not fit, by the kind of the difference.
 
-    Keys in ``unread`` may be missing from the checkpoint, and so may all but one of tied weights.
+    ``state`` is the state dict of a checkpoint, and ``own`` that of the model. Keys in ``unread``
+    may be missing from the checkpoint. If weights are tied, one of them is enough.
     """
     both = [key for key in own if key in state]
     stored = {_location(own[key]) for key in both if own[key].numel()}
@@ -56,12 +57,12 @@ def misfits_of(
 
 
 def _location(tensor: Tensor) -> tuple[Any, ...]:
-    """Return the location of a tensor in memory, which tied weights share."""
+    """Return a tensor's location in memory. It is the same for tied weights."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.numel()
 
 
 def _fits_type(stored: Tensor, own: Tensor) -> bool:
-    """Return whether a stored tensor can be copied to a weight without changing its meaning."""
+    """Return whether values of a stored tensor keep their meaning in the dtype of a weight."""
     if stored.layout is not torch.strided or stored.is_complex() > own.is_complex():
         return False
     # Floats of 8 bits are quantized weights, which need their scales.
@@ -71,7 +72,7 @@ def _fits_type(stored: Tensor, own: Tensor) -> bool:
 
 
 def shared_prefixes(names: Iterable[str]) -> list[str]:
-    """Return the prefixes, up to a dot, that all names share, shortest first.
+    """Return the prefixes that all names share, shortest first. A prefix is empty or ends in a dot.
 
     Example:
         >>> shared_prefixes(["module.net.weight", "module.net.bias"])
@@ -98,7 +99,7 @@ class Fit(NamedTuple):
     """Weights that fit a model."""
 
     weights: dict[str, Tensor]  # The keys are names in the model.
-    names: dict[str, str] | None  # Names in the model by name in the file; None if converted.
+    names: dict[str, str] | None  # Names in the model by names in the file. None if converted.
     notices: Sequence[str]  # Sentences to print.
 
 
@@ -107,11 +108,11 @@ def match_state_dict(
 ) -> Fit:
     """Return a checkpoint's weights under the names that they have in a model.
 
-    Four kinds of names are tried. The first are the names in the checkpoint. The second lack a
-    shared prefix. The third also lack, in the state and in the model, the parts that FSDP,
-    torch.compile, activation checkpointing and data parallelism add, if names remain distinct. The
-    fourth are the names after a conversion by transformers. ``source`` is the checkpoint's name in
-    messages. ``within`` contains the keys that lead to ``state`` in its file.
+    If the names in the checkpoint are not those in the model, three changes are tried. The first
+    removes a prefix. The second also removes, in the checkpoint and in the model, the parts that
+    FSDP, torch.compile, activation checkpointing and data parallelism add, if names remain
+    distinct. The third is a conversion by transformers. ``source`` is the checkpoint's name in
+    messages. ``within`` contains the keys that lead to ``state`` in its file, joined by dots.
 
     Raises:
         InputError: If no names fit. The message lists the differences in the closest attempt, and
@@ -144,7 +145,7 @@ def match_state_dict(
                 parts = ", ".join(sorted(removed))
                 notices = {
                     f"all keys begin with `{prefix}`, which is removed to fit the model.": prefix,
-                    f"wrappers added {parts} to the keys, which was ignored.": parts,
+                    f"wrappers added {parts} to the keys. These parts were ignored.": parts,
                 }
                 return Fit(weights, names, [text for text, is_so in notices.items() if is_so])
             attempts.append((prefix, misfits))
@@ -159,7 +160,7 @@ def match_state_dict(
                 return Fit(known[0], None, [notice])
             if known and _count(known[1]) < _count(misfits):
                 prefix, misfits, fitting_parts = "", known[1], []
-    remedy = "Does make_model() build the model that was saved?"
+    remedy = "Check whether make_model() builds the model that was saved."
     if fitting_parts:
         settings = (f"`state_dict: {f'{within}.{part}'.strip('.')}`" for part in fitting_parts)
         remedy = f"To use only keys that fit, set {' or '.join(settings)} for the checkpoint."
@@ -175,5 +176,5 @@ def _count(misfits: Mapping[str, Sequence[str]]) -> int:
 
 
 def in_words(misfits: Mapping[str, Sequence[str]]) -> str:
-    """Return the result of ``misfits_of`` as a text."""
+    """Return a text that lists the keys of each kind of difference."""
     return "; ".join(f"{kind}: {listed(keys)}" for kind, keys in misfits.items())

@@ -1,8 +1,8 @@
 """Read Adam's second moments from the optimizer's state that is saved with a checkpoint.
 
-In an optimizer's state, parameters have numbers, group by group. They have names only if the
+In an optimizer's state, parameters are numbered, group by group. They also have names if the
 optimizer was created with named parameters. Otherwise the model's parameters are matched with the
-groups by order and shape, and an ambiguous match raises an error.
+numbers by order and shape, and an ambiguous match raises an error.
 """
 
 import hashlib
@@ -19,12 +19,13 @@ from trak_core.settings import OPTIMIZER_FILE
 from trak_core.study.match_state_dict import shared_prefixes
 from trak_core.study.weight_files import read_tensors
 
-_KEYS = ("optimizer_state_dict", "optimizer")  # Keys of the optimizer in a file with a model.
+# Keys under which files with the state of a model and an optimizer contain that of the optimizer.
+_KEYS = ("optimizer_state_dict", "optimizer")
 _TAKES = (
-    "`preconditioner: adam` accepts folders that transformers' Trainer saved without "
-    "save_only_model, and files of {'model_state_dict': ..., 'optimizer_state_dict': ...}."
+    "`preconditioner: adam` accepts a folder that transformers' Trainer saved without "
+    "save_only_model, and a file of {'model_state_dict': ..., 'optimizer_state_dict': ...}."
 )
-_MAX_MATCHES = 10_000  # The largest number of partial matches to extend.
+_MAX_MATCHES = 10_000  # If there are more partial matches, the search stops.
 
 
 def adam_scales(
@@ -35,9 +36,9 @@ def adam_scales(
 ) -> tuple[dict[str, Tensor], str]:
     """Return the factors by which Adam multiplies a gradient: 1 / (sqrt(v / (1 - b^t)) + eps).
 
-    v is the running mean of squared gradients (with ``amsgrad`` its maximum), b is the decay rate
-    beta_2, and t is the number of steps. For v = 0 the factor is 0, because the gradient of such an
-    entry was 0 during the whole training.
+    v is the running mean of squared gradients (with ``amsgrad``, the maximum of the mean), b is the
+    decay rate beta_2, and t is the number of steps. For v = 0, the factor is 0, because the
+    gradient of such an entry was 0 in the whole training.
 
     Args:
         model: The model.
@@ -47,10 +48,11 @@ def adam_scales(
             with the states of model and optimizer.
 
     Returns:
-        The factors by name, float32, on the CPU, and the SHA-256 of the file.
+        The factors by the name of the parameter (float32, on the CPU), and the SHA-256 of the file.
 
     Raises:
-        InputError: If the file has no state of Adam, or its parameters cannot be identified.
+        InputError: If the file has no state of Adam, or if its numbers of parameters cannot be
+            matched with the model's parameters.
 
     Source: Kingma and Ba, "Adam", ICLR 2015, algorithm 1.
     """
@@ -61,8 +63,8 @@ def adam_scales(
     if lacking:
         raise InputError(
             f"{source}: every parameter that is differentiated must have second moments. Found "
-            f"none for {listed(lacking)}, which had no gradient in training. Exclude them with "
-            "`parameters`.",
+            f"none for {listed(lacking)}, because training computed no gradient. Exclude these "
+            "parameters with the setting `parameters`.",
             code="study.second_moments",
         )
     group_of = {number: group for group in groups for number in group["params"]}
@@ -74,7 +76,7 @@ def adam_scales(
         if not fits or not (v.isfinite() & (v >= 0)).all():
             raise InputError(
                 f"{source}: second moments must be real, finite and at least 0, and have the shape "
-                f"of their parameter. Found other values or another shape for {name}. Use another "
+                f"of the parameter. Found other values or another shape for {name}. Use another "
                 "checkpoint, or train again.",
                 code="study.second_moments",
             )
@@ -86,7 +88,7 @@ def adam_scales(
 
 
 def _read_state(source: Path) -> tuple[list[dict[str, Any]], dict[int, dict[str, Any]], str]:
-    """Return the groups, the second moments by parameter number, and the file's SHA-256."""
+    """Return the groups of parameters, the state of each numbered parameter, and the SHA-256."""
     digest = hashlib.sha256()
     must = "an optimizer's state must be a whole file of torch.save"
     saved = read_tensors(source, must, _TAKES, digest)
@@ -124,21 +126,21 @@ def _numbers(
     moments: Mapping[int, Mapping[str, Any]],
     source: Path,
 ) -> dict[str, int]:
-    """Return the number of each parameter in the optimizer's state, by the parameter's name."""
+    """Return the number that each parameter, given by its name, has in the optimizer's state."""
     ids = [list(group["params"]) for group in groups]
     flat = [number for group in ids for number in group]
-    if all("param_names" in group for group in groups):  # The optimizer has names.
+    if all("param_names" in group for group in groups):  # The optimizer stored names.
         given = [str(name) for group in groups for name in group["param_names"]]
-        # Remove the shared prefix that leaves the most names of the model. The names of the whole
-        # model can also occur in a submodule. If several prefixes qualify, remove the shortest.
+        # Remove the shared prefix for which most names are names in the model. If several prefixes
+        # are equally good, remove the shortest, because a submodule can have the model's names.
         own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         bare = ([n.removeprefix(prefix) for n in given] for prefix in shared_prefixes(given))
         given = max(bare, key=lambda names: len(own.intersection(names)))
         unknown = selected - set(given)
         if unknown or len(given) != len(flat):
             raise InputError(
-                f"{source}: the optimizer must name its parameters as the model from make_model() "
-                f"does. Found no {listed(sorted(unknown))} among its names {listed(given)}.",
+                f"{source}: the optimizer must have the same names of parameters as the model from "
+                f"make_model(). Found no {listed(sorted(unknown))} in its names {listed(given)}.",
                 code="study.optimizer_names",
             )
         return dict(zip(given, flat, strict=True))
@@ -148,20 +150,20 @@ def _numbers(
     }
     named = {name: tuple(p.shape) for name, p in model.named_parameters()}
     orders: list[list[int]] = []
-    # If the model is frozen for inference, ``trained`` is empty, so other sets of names are tried.
+    # ``trained`` is empty if the model is frozen for inference, so two other sets are tried.
     for names in (trained, selected, {*named}):
         own = {name: shape for name, shape in named.items() if name in names}
         if len(own) == len(shapes):
             orders = _orders([*own.values()], ids, shapes)
             if len(orders) == 1:
                 return dict(zip(own, orders[0], strict=True))
-    matches = "several matches" if orders else "no match"
+    matches = "more than one match" if orders else "no match"
     raise InputError(
         f"{source}: the optimizer's parameters must be those of the model that make_model() "
-        f"returns. Found {len(shapes)} parameters in {len(ids)} groups, {len(trained)} of "
-        f"{len(named)} with requires_grad in the model, and {matches} by order and shape. Let "
-        "make_model() freeze the same parameters as in training (for PEFT, call "
-        "PeftModel.from_pretrained with is_trainable=True). Or train with "
+        f"returns. Found {len(shapes)} parameters in {len(ids)} groups. In the model, "
+        f"{len(trained)} of {len(named)} parameters have requires_grad. There is {matches} by "
+        "order and shape. Let make_model() freeze the same parameters as in training (for PEFT, "
+        "call PeftModel.from_pretrained with is_trainable=True). Or train with "
         "`AdamW(model.named_parameters())`, which stores the names.",
         code="study.optimizer_order",
     )
@@ -172,7 +174,11 @@ def _orders(
     groups: Sequence[Sequence[int]],
     shapes: Mapping[int, tuple[int, ...] | None],
 ) -> list[list[int]]:
-    """Return at most two ways to interleave the groups so that shapes are as ``expected``."""
+    """Return orders of the numbers in ``groups`` in which the shapes are those in ``expected``.
+
+    The order within each group is kept. At most two orders are returned, which shows whether the
+    match is unique. A shape of None fits any expected shape.
+    """
     # The key of a partial match contains the number of parameters taken from each group.
     partial: dict[tuple[int, ...], list[list[int]]] = {(0,) * len(groups): [[]]}
     for shape in expected:

@@ -1,9 +1,9 @@
 """Read the targets of an experiment from the study, or from a file that the experiment names.
 
-A Python file defines ``target_data()`` and optionally ``target_ids()``, like a study. Any other
+A Python file defines ``target_data()`` and optionally ``target_ids()``, as a study does. Any other
 file contains rows, which ``trak_core.data.rows`` reads and the study's ``encode(**row)`` converts
-to samples. The field ``id`` of a row is the sample's id. Without this field, samples are numbered
-from 0.
+to samples. The field ``id`` of a row is the sample's id. If rows have no such field, the ids are 0,
+1, 2, ...
 """
 
 import inspect
@@ -26,9 +26,10 @@ def split_of(
 
     Args:
         study: The study.
-        name: ``TRAIN``, or the experiment's name.
-        targets: Ids of the samples, in order; None for all.
-        question: A file with the experiment's targets; None for the study's ``target_data()``.
+        name: ``TRAIN`` for the training samples, or the name of an experiment.
+        targets: The ids of the samples to return, in order. None returns all samples.
+        question: A file with the experiment's targets. If it is None, they are taken from the
+            study's ``target_data()``.
     """
     if question is None:
         return study.split(name, targets)
@@ -36,13 +37,13 @@ def split_of(
         split = Study.load(question).split("target", None)
     else:
         ids, rows = read_questions(question)
-        study.function("encode")  # Raise an error if it is missing.
+        study.function("encode")  # Raises an error if the study has no encode().
         split = Split(RowSamples(rows, partial(_encoded, study)), ids)
     return split if targets is None else split.take(targets)
 
 
 def read_questions(path: Path) -> tuple[list[int] | list[str], RowFile]:
-    """Return the ids of the targets in a file, and its rows without the field ``id``.
+    """Return the ids of the targets in a file, and the rows without the field ``id``.
 
     All rows must have the same fields, and each field must have a value.
     """
@@ -65,27 +66,28 @@ def encoded_line(
 ) -> tuple[int | str, Any, dict[str, Any]]:
     """Convert a line, or a dict of its fields, to a sample with the study's ``encode``.
 
-    If a line is not a JSON object, it is the value of the field ``text``.
+    A line is a JSON object of fields. Any other line becomes the value of the field ``text``.
 
     Returns:
-        The id (the field ``id``, by default ``number``), the sample, and the fields for columns.
+        The sample's id (the field ``id``, or ``number`` without this field), the sample, and the
+        fields that become columns.
     """
     line = line if isinstance(line, Mapping) else _parsed_line(line)
     fields = {key: value for key, value in line.items() if key != "id"}
     (own_id,) = checked_ids([line.get("id", number)], 1, "The field id of a line")
-    # A line that is no JSON object has the field `text`, which the study may not take.
+    # Errors show the signature of encode(), which may have no parameter `text` for a plain line.
     sample = _encoded(study, fields, str(inspect.signature(study.function("encode"))))
     return own_id, sample, {k: v for k, v in fields.items() if k not in study.fields_read}
 
 
 def _encoded(study: Study, fields: Mapping[str, Any], signature: str = "()") -> Any:
-    """Return the sample that the study's ``encode`` returns for the fields of a row or a line."""
+    """Return the sample that the study's ``encode`` makes from the fields of a row or a line."""
     with users_code(f"{study.path}: encode{signature} of the fields {shortened(fields)},"):
         return study.function("encode")(**fields)
 
 
 def _parsed_line(line: str | bytes) -> dict[str, Any]:
-    """Return the fields of a JSON object. Any other line is returned as the field ``text``."""
+    """Return the fields in a line with a JSON object. Any other line becomes the field ``text``."""
     try:
         text = (line.decode("utf-8-sig") if isinstance(line, bytes) else line).strip()
         return parsed_json(text) if text.startswith("{") else {"text": text}

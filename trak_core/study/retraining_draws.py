@@ -1,6 +1,6 @@
 """Draw the subsets on which models are retrained, and the seeds with which they are trained.
 
-Each result depends only on the arguments, so all jobs draw the same subsets and seeds.
+The functions depend only on their arguments, so all jobs draw the same subsets and seeds.
 """
 
 import math
@@ -9,15 +9,19 @@ import numpy as np
 
 
 def random_subset(n_train: int, size: int, subset: int, seed: int) -> np.ndarray:
-    """Return the mask of a uniformly random subset of ``size`` training samples, shape (n,), bool.
+    """Return a mask of a uniformly random subset of training samples, shape (n_train,), bool.
 
-    The result for the number ``subset`` does not depend on the total number of subsets.
+    The mask is True for ``size`` samples. ``subset`` is the number of the subset. A subset does not
+    depend on how many subsets are drawn in total.
     """
     return _chosen(n_train, size, [0, seed, subset])
 
 
 def random_removal(n_train: int, n_removed: int, draw: int, seed: int) -> np.ndarray:
-    """Return a mask, shape (n,), bool, that is False for ``n_removed`` random training samples."""
+    """Return a mask, shape (n_train,), bool, that is False for random training samples.
+
+    ``n_removed`` samples are removed. Different numbers ``draw`` give independent masks.
+    """
     return ~_chosen(n_train, n_removed, [1, seed, n_removed, draw])
 
 
@@ -26,8 +30,8 @@ def sizes_of(
 ) -> list[int]:
     """Convert fractions of the training set to distinct numbers of samples, ascending.
 
-    Numbers are rounded to the nearest integer, or up if ``rounds_up`` is true. They are at least 1,
-    and at most ``n_listed`` and ``n_train - 1``.
+    Each number is the fraction times ``n_train``, rounded to the nearest integer, or up if
+    ``rounds_up`` is true. It is at least 1, and at most ``n_listed`` and ``n_train - 1``.
 
     Returns:
         The numbers. The list is empty if ``n_listed`` is 0.
@@ -40,7 +44,7 @@ def sizes_of(
 
 
 def training_seed(seed: int, subset: int, repeat: int) -> int:
-    """Return a seed below 2^31 for model number ``repeat`` that is trained on a subset."""
+    """Return the seed, below 2^31, for training model number ``repeat`` on subset ``subset``."""
     state = np.random.SeedSequence([2, seed, subset, repeat]).generate_state(1)[0]
     return int(state) % 2**31
 

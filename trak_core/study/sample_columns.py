@@ -1,8 +1,8 @@
-"""Read the user-defined columns of samples, such as their source or annotator.
+"""Read the user-defined columns of samples, such as the source or the annotator of each sample.
 
 A study's ``train_columns()`` and ``target_columns()`` return columns by name, with a value for each
-sample in ``train_data()`` or ``target_data()``. If targets are read from the rows of a file, the
-fields of the rows are the columns.
+sample in ``train_data()`` or ``target_data()``. If targets are read from a file of rows, the fields
+of the rows are the columns.
 """
 
 from collections.abc import Container, Mapping, Sequence
@@ -20,7 +20,7 @@ from trak_core.study.dataset_split import users_code
 from trak_core.study.read_targets import read_questions
 from trak_core.study.study import Study
 
-# Names of columns in the tables `train` and `targets` of a scores file, and in answers.
+# Names that users' columns must not have, because tables of results contain columns of these names.
 RESERVED = frozenset({
     *("id", "index", "label", "prediction", "output", "output_sd", "loss_weight", "improves"),
     *("help", "harm", "harmed_label", "self_influence", "rank", "score", "target_id", "train_id"),
@@ -34,9 +34,10 @@ def columns_of(
 ) -> pd.DataFrame:
     """Return the user-defined columns of samples, with a row for each of ``ids``, in order.
 
-    ``read_targets.split_of`` documents ``name`` and ``question``. ``study`` may be None if
-    ``question`` is a file of rows. Columns are int64, float64 or texts of at most 255 bytes. If a
-    value is missing, the column is converted to texts.
+    ``name`` is ``TRAIN`` or the name of an experiment. ``question`` is a file with the experiment's
+    targets, or None if the study defines them. ``study`` may be None if ``question`` is a file of
+    rows. Columns are int64, float64 or texts of at most 255 bytes. If a value is missing, the
+    column is converted to texts.
     """
     if question is not None and question.suffix != ".py":
         known, rows = read_questions(question)
@@ -59,8 +60,9 @@ def columns_of(
     missing = [i for i in ids if i not in rows]
     if missing:
         raise InputError(
-            f"{name}: the columns must have values for all samples that have scores. Found no "
-            f"value for {missing[0]}. {len(rows)} samples have values. Have the data changed?",
+            f"{name}: the columns must have values for all samples that have scores. Found values "
+            f"for {len(rows)} samples, but not for {missing[0]}. Check whether the data have "
+            "changed since the scores were computed.",
             code="study.columns_ids",
         )
     return frame.iloc[[rows[i] for i in ids]].reset_index(drop=True)
@@ -69,9 +71,9 @@ def columns_of(
 def with_class_names(
     rows: pd.DataFrame, columns: Sequence[str], study_file: Path, model_output: str
 ) -> pd.DataFrame:
-    """Return ``rows`` with the study's class names instead of class numbers in ``columns``.
+    """Return a table in which the study's class names replace class numbers in ``columns``.
 
-    Numbers without a name are kept. If the labels of the model output are not classes, ``rows`` are
+    Numbers without a name are kept. If labels of ``model_output`` are not classes, ``rows`` is
     returned unchanged.
     """
     names = Study.load(study_file).class_names()
@@ -80,9 +82,9 @@ def with_class_names(
 
 
 def with_names(rows: pd.DataFrame, columns: Sequence[str], names: Sequence[str]) -> pd.DataFrame:
-    """Return ``rows`` with names of classes instead of their numbers in ``columns``.
+    """Return a table in which ``names`` of classes replace their numbers in ``columns``.
 
-    ``columns`` that the table lacks are ignored. Numbers without a name remain unchanged.
+    Columns that the table ``rows`` lacks are ignored. Numbers without a name are kept.
     """
     columns = [column for column in columns if column in rows]
     return rows.assign(**{c: [named(names, n) for n in rows[c].tolist()] for c in columns})
@@ -95,17 +97,20 @@ def named(names: Sequence[str], number: Any) -> Any:
 
 
 def columns_from(rows: RowFile, used: Container[str]) -> pd.DataFrame:
-    """Return a table of the fields that are not ``used``, without long texts and lists."""
+    """Return a table of the fields that are not in ``used``, except long texts and lists.
+
+    ``used`` contains the fields from which samples are made.
+    """
     names = dict.fromkeys(name for row in rows for name in row if name not in used)
     columns = short_columns({name: rows.column(name) for name in names})
-    # Without the index, a table without columns would have no rows.
+    # The index is given, because otherwise a table without columns would have no rows.
     return pd.DataFrame(columns, index=range(len(rows)))
 
 
 def short_columns(columns: Mapping[str, Sequence[Any]]) -> pd.DataFrame:
-    """Return the columns that contain only numbers and texts of at most 255 bytes.
+    """Return a table of the columns that contain only numbers and texts of at most 255 bytes.
 
-    If a name is in ``RESERVED``, the prefix ``own_`` is added until the name is free.
+    A name in ``RESERVED`` gets the prefix ``own_``, repeatedly if necessary, until it is free.
     """
     kept = {}
     for name, values in columns.items():
@@ -125,7 +130,7 @@ def short_columns(columns: Mapping[str, Sequence[Any]]) -> pd.DataFrame:
 
 
 def _study_columns(study: Study, function: str) -> pd.DataFrame:
-    """Return the columns from a study's function, or an empty table if it is not defined."""
+    """Return the columns that a study's ``function`` returns, or an empty table without it."""
     if not study.has(function):
         return pd.DataFrame()
     with users_code(f"{study.path}: {function}()"):
@@ -134,8 +139,8 @@ def _study_columns(study: Study, function: str) -> pd.DataFrame:
     wrong = [name for name in columns if not _is_name(name) or name in RESERVED]
     if wrong:
         raise InputError(
-            f"{study.path}: {function}() must return columns by name. A name must be a str, and "
-            f"none of {', '.join(sorted(RESERVED))}. Found {wrong[0]!r}.",
+            f"{study.path}: {function}() must return columns by name. A name must be a str. It "
+            f"must not be one of {', '.join(sorted(RESERVED))}. Found {wrong[0]!r}.",
             code="study.column_name",
         )
     if len({len(values) for values in columns.values()}) > 1:
@@ -163,7 +168,7 @@ def _is_name(name: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value of NumPy or pandas to a Python value, and a missing value to None."""
+    """Return a NumPy or pandas value as a Python value, and a missing value as None."""
     value = value.item() if hasattr(value, "item") else value
     if value is pd.NaT or value is pd.NA:
         return None
@@ -177,7 +182,7 @@ def _is_float64(value: float) -> bool:
 def _column(values: Sequence[Any]) -> np.ndarray:
     """Return a column as int64, as float64, or as texts without line breaks.
 
-    If a column contains floats, and integers that float64 would round, it is converted to texts.
+    A column of floats and of integers that float64 would round is converted to texts.
     """
     if all(isinstance(value, int) and -(2**63) <= value < 2**63 for value in values):
         return np.array([int(value) for value in values], dtype=np.int64)

@@ -17,23 +17,26 @@ import torch
 from trak_core.study.dataset_split import Split, users_code
 from trak_core.study.study import Study
 
-BEGINNING = 200  # The number of characters to which texts in tables and notebooks are shortened.
-# Pictures have 200 pixels, twice their size in CSS pixels, for high-density screens.
+# The number of characters to which texts are shortened in tables and notebooks.
+SHORTENED = 200
+# Pictures have 200 pixels, twice the size in CSS pixels at which they are shown, so that they are
+# sharp on high-density screens.
 _INCHES, _DPI = 1.0, 200
-# A larger PNG is assumed to be a photograph. A JPEG of it has about a fifth of the size.
+# If a PNG is larger, it is probably a photograph. It is saved as JPEG, with a fifth of the size.
 _PNG_BYTES = 12_000
-_LEFT = "\N{LEFT-TO-RIGHT MARK}"  # Marks the cells of a table that are aligned left.
+_LEFT = "\N{LEFT-TO-RIGHT MARK}"  # An invisible mark of cells that have to be aligned left.
 _NOTEBOOK_PIXELS = 64  # The height of a picture in a notebook.
-_N_VALUES, _CHARACTERS = 12, 240  # Limits for the numbers and texts of a printed sample.
-# Python does not count these as printable, but some scripts and emoji need them to join characters.
+_N_VALUES, _CHARACTERS = 12, 240  # At most so many numbers or characters are printed of an entry.
+# Python counts these characters as unprintable, but some scripts and emoji need them.
 _JOINERS = "\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A picture of a sample: a PNG or JPEG, its size in CSS pixels, and the text below it.
+    """A picture of a sample, its size in CSS pixels, and the text below it.
 
-    The text is the result of the study's ``describe``, or "" without ``describe``.
+    ``kind`` is png or jpeg, and ``data`` is the file's content. ``text`` is the result of the
+    study's ``describe``, or "" if the study has no ``describe``.
     """
 
     kind: str
@@ -44,34 +47,35 @@ class Picture:
 
     @property
     def src(self) -> str:
-        """The data URL of the picture."""
+        """The picture as a data URL, for the attribute ``src`` of an HTML image."""
         return f"data:image/{self.kind};base64,{base64.b64encode(self.data).decode()}"
 
 
 class Words(str):
-    """A text that is shown instead of a sample, for example if a target is a mean."""
+    """A text that is shown in place of a sample, for example for a mean of several targets."""
 
     __slots__ = ()
 
 
 def are_drawn(study: Study, train: Split) -> bool:
-    """Return whether the study has ``draw`` or whether the first training sample is an image."""
+    """Return whether the study has ``draw``, or the first training sample is an image."""
     return study.has("draw") or _image(train.sample(0)) is not None
 
 
 def show_sample(
     study: Study, sample_id: Any, sample: Any, characters: int, draws: bool
 ) -> Picture | str:
-    """Return a picture of a sample with its text, only its text, or its printed values.
+    """Return a picture of a sample, or else its text from ``describe``, or else its values.
 
-    The text has at most ``characters`` characters. ``draws`` is the result of ``are_drawn``.
+    A picture contains the text, too. The text has at most ``characters`` characters. ``draws`` is
+    the result of ``are_drawn``.
     """
     if isinstance(sample, Words):
         return str(sample)
     describes = study.has("describe")
     text = readable(study.describe(sample_id, sample), characters) if describes else ""
     if draws and text in study.class_names():
-        text = ""  # Pages already show the class.
+        text = ""  # The text is only the name of a class, which pages show anyway.
     if study.has("draw"):
         with users_code(f"{study.path}: drawing a sample"):
             return replace(drawn(study.function("draw"), sample), text=text)
@@ -83,12 +87,12 @@ def show_sample(
 def sample_as_html(
     sample: Any, sample_id: Any, study: Study | None, describe: Callable[[Any], str] | None = None
 ) -> str:
-    """Return a sample as HTML: a picture, a text, or printed values."""
+    """Return a sample as HTML: a picture, a text or values. Without a study, use ``describe``."""
     if study is not None:
         draws = study.has("draw") or _image(sample) is not None
-        shown = show_sample(study, sample_id, sample, BEGINNING, draws)
+        shown = show_sample(study, sample_id, sample, SHORTENED, draws)
     elif describe is not None:
-        shown = readable(describe(sample), BEGINNING)
+        shown = readable(describe(sample), SHORTENED)
     else:
         image = _image(sample)
         shown = printed(sample) if image is None else _picture_of(image)
@@ -99,7 +103,7 @@ def sample_as_html(
 
 
 def table_as_html(table: pd.DataFrame) -> str:
-    """Return a table as HTML without its index. Texts, which notebooks align right, are left."""
+    """Return a table as HTML without the index. Texts are aligned left, and numbers right."""
     left = table.select_dtypes(exclude="number").columns
     columns = {name: [f"{_LEFT}{cell}" for cell in table[name]] for name in left}
     cells = table.assign(**columns).to_html(index=False, justify="left")
@@ -112,13 +116,13 @@ def short_text(study: Study, sample_id: Any, sample: Any) -> str:
     if not isinstance(sample, Words):
         describes = study.has("describe")
         text = study.describe(sample_id, sample) if describes else printed(sample)
-    return " ".join(readable(text, BEGINNING).split())
+    return " ".join(readable(text, SHORTENED).split())
 
 
 def shown_tokens(study: Study, sample_id: Any, sample: Any, n_tokens: int) -> list[str]:
-    """Return a text for each token of a sample, from the study if it has ``token_texts``.
+    """Return a text for each token of a sample, from the study's ``token_texts``.
 
-    By default, the texts are the token ids in ``input_ids``, or token positions from 1.
+    If the study has no ``token_texts``, the texts are the token ids in ``input_ids``, or 1, 2, ...
     """
     if study.has("token_texts"):
         return study.token_texts(sample_id, sample, n_tokens)
@@ -130,23 +134,23 @@ def shown_tokens(study: Study, sample_id: Any, sample: Any, n_tokens: int) -> li
 
 
 def _image(sample: Any) -> torch.Tensor | None:
-    """Return a sample's input if it is an image of shape (1 or 3, height, width), else None."""
+    """Return a sample's only input if it has the shape (1 or 3, height, width), else None."""
     inputs = [value for _, value in _inputs(sample)]
     if len(inputs) != 1 or not isinstance(inputs[0], torch.Tensor) or inputs[0].ndim != 3:
         return None
     image = inputs[0]
     is_image = image.shape[0] in (1, 3) and image.numel() > 0
-    # Integers of other types are counts or indices, not pixels.
+    # Integers other than uint8 are counts or indices, not pixels.
     return image if is_image and (image.is_floating_point() or image.dtype == torch.uint8) else None
 
 
 def _levels_of(image: torch.Tensor) -> np.ndarray:
-    """Return an image as uint8, channels last. An image with floats outside 0 to 1 is rescaled."""
+    """Return an image as uint8, channels last. If floats are not from 0 to 1, they are rescaled."""
     scale = 255 if image.dtype == torch.uint8 else 1
     pixels = image.detach().cpu().float().numpy() / np.float32(scale)
     finite = pixels[np.isfinite(pixels)]
     if finite.size and (finite.min() < 0 or finite.max() > 1):
-        pixels = pixels.astype(np.float64)  # high - low can overflow float32.
+        pixels = pixels.astype(np.float64)  # The range of values can overflow float32.
         low, high = float(finite.min()), float(finite.max())
         pixels = (pixels - low) / max(high - low, 1e-9)
     shades = np.clip(np.nan_to_num(pixels, nan=0, posinf=1, neginf=0), 0, 1)
@@ -154,15 +158,15 @@ def _levels_of(image: torch.Tensor) -> np.ndarray:
 
 
 def _picture_of(image: torch.Tensor) -> Picture:
-    """Draw an image with PIL, which is 5 to 40 times as fast as matplotlib."""
-    from PIL import Image  # Only pages and notebooks need it.
+    """Return the picture of an image. It is made with PIL, 5 to 40 times as fast as matplotlib."""
+    from PIL import Image  # Only pages and notebooks need PIL.
 
     levels = _levels_of(image)
     picture = Image.fromarray(levels[..., 0] if levels.shape[-1] == 1 else levels)
     size = int(_INCHES * _DPI)
     width, height = (max(1, round(size * side / max(picture.size))) for side in picture.size)
     times = size // max(picture.size)
-    if times > 1:  # With an integer factor, all pixels have the same size.
+    if times > 1:  # Enlarge by an integer, so that all pixels have the same size.
         sides = picture.width * times, picture.height * times
         picture = picture.resize(sides, Image.Resampling.NEAREST)
     elif times == 0:
@@ -171,7 +175,7 @@ def _picture_of(image: torch.Tensor) -> Picture:
 
 
 def _encoded(picture: Any, width: int, height: int) -> Picture:
-    """Encode a PIL image that is shown with half of these numbers of pixels in CSS."""
+    """Return a PIL image as PNG or JPEG. It is shown with half of ``width`` and ``height``."""
     kind, buffer = "png", io.BytesIO()
     picture.save(buffer, kind)
     if buffer.tell() > _PNG_BYTES:
@@ -181,8 +185,8 @@ def _encoded(picture: Any, width: int, height: int) -> Picture:
 
 
 def drawn(draw: Callable[..., Any], sample: Any) -> Picture:
-    """Draw a sample with the study's ``draw(axes, sample)``, and return the picture."""
-    from matplotlib.figure import Figure  # Only pages and notebooks need it.
+    """Return the picture of a sample that the study's ``draw(axes, sample)`` draws."""
+    from matplotlib.figure import Figure  # Only pages and notebooks need matplotlib.
     from PIL import Image
 
     figure = Figure(figsize=(_INCHES, _INCHES), dpi=_DPI)
@@ -191,14 +195,17 @@ def drawn(draw: Callable[..., Any], sample: Any) -> Picture:
     axes.set(xticks=[], yticks=[])
     axes.spines[:].set_visible(False)
     buffer = io.BytesIO()
-    # "tight" includes drawings outside of the axes, and removes empty margins.
+    # With "tight", the picture includes what is drawn outside of the axes, and has no margins.
     figure.savefig(buffer, format="png", bbox_inches="tight", pad_inches=0)
     with Image.open(buffer) as picture:
         return _encoded(picture.convert("RGB"), *picture.size)
 
 
 def printed(sample: Sequence[Any] | Mapping[str, Any]) -> str:
-    """Return the first values and the shape of each entry in a sample, without the label."""
+    """Return a text with the first values and the shape of each entry in a sample.
+
+    If the sample is a tuple, the label is left out.
+    """
     entries = sample.items() if isinstance(sample, Mapping) else _inputs(sample)
     return "; ".join((f"{name}: " if name else "") + _values(value) for name, value in entries)
 
@@ -211,7 +218,7 @@ def _inputs(sample: Sequence[Any] | Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def contents_digest(sample: Any) -> bytes:
-    """Return a digest of a sample's inputs, which does not depend on the label."""
+    """Return a hash of a sample's inputs. The label is not included."""
     digest = hashlib.blake2b(digest_size=16)
     for name, value in [("", sample)] if isinstance(sample, Words) else _inputs(sample):
         array = np.ascontiguousarray(_array(value))
@@ -243,9 +250,10 @@ def _array(value: Any) -> np.ndarray:
 
 
 def readable(text: str, characters: int) -> str:
-    """Return a text with line breaks. " ... " replaces the middle of a text that is too long.
+    """Return a text with its line breaks, shortened to ``characters`` printable characters.
 
-    At most ``characters`` of the text remain. A third of them is from its end, where an answer is.
+    If the text is longer, its middle is replaced by " ... ". A third of the characters is from the
+    end of the text, because an answer follows its prompt.
     """
     if len(text) > 40 * characters:  # Characters far from both ends are not processed.
         text = text[: 20 * characters] + text[-20 * characters :]
@@ -258,7 +266,7 @@ def readable(text: str, characters: int) -> str:
 
 
 def in_a_line(text: str) -> str:
-    """Replace tabs and line breaks in a text by spaces, and remove control characters."""
+    """Return a text with spaces for tabs and line breaks, and without control characters."""
     return "".join(map(_printable, text))
 
 
@@ -267,7 +275,7 @@ def _printable(character: str) -> str:
         return character
     if character.isspace():
         return " "
-    # Control characters are invisible. NUL pads texts, and others change the direction of a text.
-    # Lone surrogates cannot be encoded in UTF-8.
+    # Invisible control characters are removed. Some of them would change the direction of a text.
+    # Other unprintable characters are replaced. UTF-8 cannot encode some, such as lone surrogates.
     is_control = unicodedata.category(character) in ("Cc", "Cf")
     return "" if is_control else "\N{REPLACEMENT CHARACTER}"

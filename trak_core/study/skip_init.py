@@ -1,10 +1,10 @@
 """Build a model without the random initialization of weights that a checkpoint will replace.
 
 Initializing a large model takes longer than reading its weights. ``torch.nn.utils.skip_init`` and
-the meta device support only modules without computed buffers. Here, operations that draw random
-numbers are skipped, but values that do not depend on them, such as buffers of frequencies, are
-computed. If a tensor that depends on a skipped draw is not in the state dict, the model has to be
-built again with all draws.
+the meta device support only modules without computed buffers. This module skips the operations that
+draw random numbers, but computes values that do not depend on them, such as buffers of frequencies.
+If a tensor that depends on a skipped draw is not in the state dict, no checkpoint would replace it,
+so the model has to be built again with all draws.
 """
 
 from collections.abc import Callable, Generator, Iterable
@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _DRAWS = {torch.ops.aten.normal_, torch.ops.aten.uniform_}
-# Operations with which torch.nn.init transforms drawn numbers.
+# Operations with which torch.nn.init transforms random numbers in place. They are skipped, too.
 _IN_PLACE = {getattr(torch.ops.aten, name) for name in ("add_", "clamp_", "erfinv_", "mul_")}
-# Methods that read values without calling an operation of torch.
+# Methods that read values without an operation of torch, so a TorchDispatchMode does not notice.
 _READS = {
     *(Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.data_ptr, Tensor.__dlpack__),
     *(Tensor.__deepcopy__, Tensor.__reduce_ex__),
@@ -29,7 +29,7 @@ _READS = {
 
 
 class _ReadError(Exception):
-    """The exception that stops building a model when it reads values that were not drawn."""
+    """The exception that stops the building of a model that reads values of skipped draws."""
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -37,11 +37,11 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 class _WithoutDraws(TorchDispatchMode):
-    """Skip draws, and record storages whose values were not drawn, or depend on such values."""
+    """A mode that skips random draws, and records the storages whose values depend on them."""
 
     def __init__(self) -> None:
         super().__init__()
-        # A weak reference prevents the reuse of a storage's address, but not its deletion.
+        # As long as a weak reference exists, the address of a deleted storage is not used again.
         self._undrawn: dict[int, StorageWeakRef] = {}
         self.was_read = False
 
@@ -57,7 +57,7 @@ class _WithoutDraws(TorchDispatchMode):
         raise _ReadError
 
     def are_all_in(self, tensors: Iterable[Tensor]) -> bool:
-        """Return whether each recorded storage that still exists is that of one whole tensor."""
+        """Return whether each recorded storage is deleted, or is that of a whole tensor."""
         whole = {
             t.untyped_storage()._cdata for t in tensors if t.untyped_storage().nbytes() == t.nbytes
         }
@@ -106,7 +106,7 @@ class _WatchReads(TorchFunctionMode):
 
 @contextmanager
 def _without_redraws() -> Generator[None, None, None]:
-    """Replace truncated normal draws, which read the numbers they draw, by plain normal draws."""
+    """Replace truncated normal draws, which read their numbers, by plain ones that do not."""
     name = "_no_grad_trunc_normal_"
     own: Any = getattr(nn.init, name, None)
 
@@ -126,12 +126,12 @@ def _without_redraws() -> Generator[None, None, None]:
 def built_without_draws(make_model: Callable[[], nn.Module]) -> nn.Module | None:
     """Return the model that ``make_model`` builds, with arbitrary values in its ``state_dict``.
 
-    Return None, and restore torch's random state, if the build fails, reads drawn numbers, or
-    stores values that depend on them outside of the state dict, such as random features.
+    Return None, and restore torch's random state, if ``make_model`` fails, reads random numbers, or
+    stores values that depend on them outside of the state dict.
     """
     state = torch.get_rng_state()
     build = _WithoutDraws()
-    with suppress(Exception):  # make_model() will be called again, and raise its error then.
+    with suppress(Exception):  # The caller calls make_model() again, which then raises its error.
         with _without_redraws(), build, _WatchReads(build):
             model = make_model()
         stored = _tensors(list(model.state_dict().values()))

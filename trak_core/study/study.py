@@ -1,8 +1,8 @@
-"""Load a study, the user's Python file that defines a model and data, and call its training.
+"""Load a study, which is a user's Python file that defines a model and data, and call its training.
 
 A study defines these functions. The functions after ``target_data`` are optional:
 
-    make_model()             builds the torch module, whose weights are replaced
+    make_model()             builds the torch module into which weights are loaded
     train_data()             returns the training samples: any object with len() and [i]
     target_data()            returns the samples that can be explained, in the same form
     train_ids(), target_ids()  return an integer or short name for each sample (default 0, 1, ...)
@@ -44,7 +44,7 @@ from trak_core.study.dataset_split import Split, checked_ids, users_code
 
 
 class _InWords(dict[int, int | None]):
-    """A table for ``str.translate`` that keeps letters, marks, digits and ``_`` only."""
+    """A ``str.translate`` table that replaces all but letters, marks, digits and _ by spaces."""
 
     def __missing__(self, code: int) -> int:
         # Unicode classifies many vowels of Hindi as marks, not as letters.
@@ -53,22 +53,22 @@ class _InWords(dict[int, int | None]):
         return own
 
 
-# Soft hyphens and zero-width joiners, which occur within words, are deleted.
+# Soft hyphens and zero-width joiners are deleted instead, because they occur within words.
 _IN_WORDS = _InWords(dict.fromkeys((0x00AD, 0x200C, 0x200D)))
 _SHOWN = 400  # The number of characters shown from either end of a long text.
 
 
 @contextmanager
 def _training_refused(path: Path) -> Generator[None, None, None]:
-    """Raise an error if ``backward()`` is called in the context, while ``path`` is imported."""
-    file = path.absolute()  # as in frames; the import may change the working folder
+    """Raise an error if ``backward()`` is called while the study's file ``path`` is imported."""
+    file = path.absolute()  # Frames have absolute paths, and the import may change the folder.
 
     def refuse(*_args: Any, **_kwargs: Any) -> None:
         lines = (f.lineno for f in traceback.extract_stack() if Path(f.filename) == file)
-        line = next(lines, None)  # None in a thread of its own
+        line = next(lines, None)  # None if the call comes from another thread.
         raise InputError(
             f"{path}: the file must not train when it is imported, because every job imports it. "
-            f"Found that {'it' if line is None else f'line {line}'} leads to a call of backward(). "
+            f"Found that {'it' if line is None else f'line {line}'} calls backward(). "
             'Put the training under `if __name__ == "__main__":`.',
             code="study.trains",
         )
@@ -95,8 +95,12 @@ class Study:
 
     @classmethod
     def load(cls, path: Path) -> "Study":
-        """Import a study's Python file, unless that would train a model."""
-        # The study can import modules in its folder, as a script can.
+        """Return the study that a Python file defines. The file is imported.
+
+        Raises:
+            InputError: If the import fails, trains a model, or changes the working folder.
+        """
+        # With its folder in the path, the study can import modules there, as a script can.
         sys.path.insert(0, str(path.parent.resolve()))
         spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec is not None
@@ -110,8 +114,8 @@ class Study:
         if after != before:
             os.chdir(before)
             raise InputError(
-                f"{path}: the study's file must not change the working folder, to which the "
-                f"config's paths are relative. Found a change to {after}. Leave os.chdir() out, "
+                f"{path}: the study's file must not change the working folder, because paths in "
+                f"the config are relative to it. Found a change to {after}. Leave os.chdir() out, "
                 "and build the study's paths from Path(__file__).parent.",
                 code="study.chdir",
             )
@@ -121,8 +125,8 @@ class Study:
     def name(self) -> str:
         """The value of ``study`` in the config: a path, or the name of a ready-made study.
 
-        For a file that ``bind_study_arguments`` wrote, the file's name contains the study's name.
-        The file has an attribute ``own`` if it passes arguments to a user's file.
+        If the config has arguments for the study, ``path`` is a generated file, whose name contains
+        the study's name. That file has an attribute ``own`` if the study is a user's file.
         """
         written = re.fullmatch(r"(.+)_study_[0-9a-f]{8}", self.path.stem)
         if written is None:
@@ -130,7 +134,7 @@ class Study:
         return f"{written[1]}.py" if hasattr(self.module, "own") else written[1]
 
     def function(self, name: str) -> Callable[..., Any]:
-        """Return one of the study's functions, or raise an InputError if it is missing."""
+        """Return the study's function ``name``, or raise an InputError if it is missing."""
         function = getattr(self.module, name, None)
         if not callable(function):
             own = [
@@ -151,11 +155,11 @@ class Study:
 
     @property
     def fields_read(self) -> Container[str]:
-        """The fields of rows from which a ready-made study makes samples. They are not columns."""
+        """The fields of rows from which a ready-made study makes samples. Others become columns."""
         return getattr(getattr(self.module, "study", None), "fields_read", ())
 
     def make_model(self) -> nn.Module:
-        """Return the model that ``make_model`` builds. It must be one module on one device."""
+        """Return the module that ``make_model`` builds. It must be Python code, on one device."""
         function = self.function("make_model")
         with users_code(f"{self.path}: make_model()"):
             model = function()
@@ -169,7 +173,7 @@ class Study:
             raise InputError(
                 f"{self.path}: make_model() must return a model that runs as Python code. Found "
                 f"{type(model).__name__} from torch.jit.script, trace or load. Return the original "
-                "model. The scripted model's state_dict() has the same names.",
+                "model. Weights of the scripted model fit, because their names are the same.",
                 code="study.scripted_model",
             )
         devices = sorted({str(device) for device in getattr(model, "hf_device_map", {}).values()})
@@ -183,7 +187,7 @@ class Study:
         return model
 
     def describe(self, sample_id: int | str, sample: Any, by: str = "describe") -> str:
-        """Return the text for a sample from the study's ``describe``, or from ``as_read``."""
+        """Return the text for a sample from the study's function ``by``: describe or as_read."""
         function = self.function(by)
         with users_code(f"{self.path}: {by}() of sample {sample_id}"):
             text = function(sample)
@@ -196,7 +200,7 @@ class Study:
         return text
 
     def first_as_read(self, split: Split) -> str:
-        """Return ``as_read`` of the first sample, or "" if the study has no ``as_read``."""
+        """Return a text of the model's input for the first sample, or "" without ``as_read``."""
         if not self.has("as_read"):
             return ""
         return beginning_and_end(self.describe(split.ids[0], split.sample(0), "as_read"))
@@ -207,7 +211,7 @@ class Study:
         A word is a sequence of letters, combining marks, digits and ``_``, in normal form NFKC.
         """
         for row, sample_id in enumerate(split.ids):
-            # casefold() can leave the normal form, so the text is normalized again afterwards.
+            # The result of casefold() may not be in normal form, so the text is normalized again.
             text = normalize("NFKC", self.describe(sample_id, split.sample(row))).casefold()
             yield normalize("NFKC", text).translate(_IN_WORDS).split()
 
@@ -219,9 +223,9 @@ class Study:
         wrong = [type(text).__name__ for text in texts if not isinstance(text, str)]
         if wrong or len(texts) != n_tokens:
             raise InputError(
-                f"{self.path}: token_texts() must return a text for each of the {n_tokens} tokens "
+                f"{self.path}: token_texts() must return a str for each of the {n_tokens} tokens "
                 f"of sample {sample_id}, in their order. Found "
-                f"{wrong[0] if wrong else len(texts)}.",
+                f"{f'the type {wrong[0]}' if wrong else f'{len(texts)} texts'}.",
                 code="study.token_texts",
             )
         return texts
@@ -244,7 +248,7 @@ class Study:
     def split(self, name: str, targets: Sequence[int | str] | None) -> Split:
         """Return samples from ``train_data`` if ``name`` is ``TRAIN``, else from ``target_data``.
 
-        ``targets`` contains the ids of the samples to return, in order. None returns all samples.
+        ``targets`` are the ids of the samples to return, in order. None returns all samples.
         """
         pool = "train" if name == TRAIN else "target"
         function = self.function(f"{pool}_data")
@@ -263,9 +267,10 @@ class Study:
         return split if targets is None else split.take(targets)
 
     def ids(self, pool: str, n_samples: int | None = None) -> list[int] | list[str]:
-        """Return the ids from ``train_ids`` or ``target_ids``, for the ``pool`` train or target.
+        """Return the ids of the study's samples. ``pool`` is "train" or "target".
 
-        If ``n_samples`` is given, there must be as many ids, and the default ids are 0, 1, ...
+        If ``n_samples`` is given, the function for ids must return this number of ids, and if the
+        study has no such function, the ids are 0, 1, ...
         """
         if n_samples is not None and not self.has(f"{pool}_ids"):
             return list(range(n_samples))
@@ -281,11 +286,14 @@ def trained_model(
     data: Any = None,
     sample_weights: torch.Tensor | None = None,
 ) -> nn.Module:
-    """Return the model that the study's ``train`` returns or yields last, with finite weights.
+    """Return the model that the study's ``train`` returns or yields last. Check its weights.
 
-    ``arguments`` are passed to ``train`` by name. If they are not None, ``data`` and
-    ``sample_weights`` are passed too. ``data`` are the samples to train on, and ``sample_weights``
-    (float32, shape (n,)) are factors for the losses of the samples.
+    ``arguments`` are passed to ``train`` by name. ``data`` and ``sample_weights`` are passed too if
+    they are not None. ``data`` are the samples to train on, and ``sample_weights`` (float32, shape
+    (n,)) are factors of the samples' losses.
+
+    Raises:
+        InputError: If ``train`` fails, or if weights are not finite.
     """
     subset = {"data": data, "sample_weights": sample_weights}
     last = deque(_steps(study, arguments, **subset), maxlen=1)
@@ -295,12 +303,13 @@ def trained_model(
 def models_along(
     study: Study, arguments: dict[str, Any], times: list[float]
 ) -> Generator[nn.Module]:
-    """Train up to the last of the ascending ``times``.
+    """Train a model, and yield it at each of the ascending ``times``.
 
-    ``train`` must be a generator that yields (time, model) at each of these times.
+    The study's ``train`` must be a generator that yields (time, model) at least at these times.
 
     Yields:
-        The models, with finite weights. All may be the same object, which training changes.
+        The model at each time, with finite weights. It can be the same object each time, which
+        training changes between the times.
     """
     remaining = list(times)
     passed: list[str] = []
@@ -316,13 +325,13 @@ def models_along(
                 break
     raise InputError(
         f"{study.path}: train({arguments}) must yield (time, model) at each time under `at`. Found "
-        f"no model at {remaining[0]!r}. It yielded models at {listed(passed) or 'no time'}.",
+        f"no model at {remaining[0]!r}, but models at {listed(passed) or 'no time'}.",
         code="study.train",
     )
 
 
 def _steps(study: Study, arguments: dict[str, Any], **subset: Any) -> Generator[tuple[float, Any]]:
-    """Yield the pairs that ``train`` yields, or one pair of time 0 and the returned model."""
+    """Yield the pairs (time, model) that ``train`` yields, or (0, model) if it returns a model."""
     train = study.function("train")
     call = f"{study.path}: train({arguments}), which returns a model or yields (time, model),"
     with users_code(call):
@@ -344,15 +353,15 @@ def _steps(study: Study, arguments: dict[str, Any], **subset: Any) -> Generator[
 def _checked(study: Study, arguments: dict[str, Any], model: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise InputError(
-            f"{study.path}: train() must return the trained torch.nn.Module, or yield it with the "
-            f"time. Found {type(model).__name__}.",
+            f"{study.path}: train() must return the trained torch.nn.Module, or yield pairs of a "
+            f"time and the module. Found {type(model).__name__}.",
             code="study.train",
         )
     for name, value in model.state_dict().items():
         if not torch.isfinite(value).all():
             raise InputError(
-                f"{study.path}: train({arguments}) must return finite weights. Found NaN or "
-                f"infinity in {name}, so training diverged. Try a smaller learning rate.",
+                f"{study.path}: train({arguments}) must return a model with finite weights. Found "
+                f"NaN or infinity in {name}, so training diverged. Try a smaller learning rate.",
                 code="study.train",
             )
     return model
