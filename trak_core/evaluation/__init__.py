@@ -1,1 +1,4 @@
-"""Measure how far scores can be trusted: LDS, intervals, baselines. NumPy and SciPy only."""
+"""Measure how well scores predict retrained models, with confidence intervals and baselines.
+
+These modules need only NumPy, SciPy and pandas.
+"""
