@@ -300,7 +300,7 @@ def test_a_matrix_that_was_not_filled_is_never_written(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (None, "Found nothing"),
+        (None, "There is no file"),
         (b"", "must be complete"),
         (b"not HDF5" * 99, "must be complete"),
         ({}, "Missing: train"),

@@ -75,15 +75,15 @@ def bm25_scores(
     for number, (word, rows) in enumerate(containing.items()):
         times = np.array([counts[text][word] for text in rows])
         rarity = np.log1p((len(counts) - len(rows) + 0.5) / (len(rows) + 0.5))
-        # The contribution is rarity * tf (k1 + 1) / (tf + k1 (1 - b + b length / mean length)), where
-        # tf is the number of times that the text contains the word.
+        # The contribution is rarity * tf (k1 + 1) / (tf + k1 (1 - b + b length / mean length)),
+        # where tf is the number of times that the text contains the word.
         lengthened = times + _K1 * (1 - _B + _B * relative[rows])
         entries[word] = number, np.array(rows), rarity * times * (_K1 + 1) / lengthened
     for query in queries:
         scores = np.zeros(len(counts))
         known = [entries[word] for word in set(query) if word in entries]
-        # The rounding of a sum depends on the order of its terms. A set has no fixed order, so words
-        # are sorted by their number.
+        # The rounding of a sum depends on the order of its terms. A set has no fixed order, so
+        # words are sorted by their number.
         for _, rows, added in sorted(known, key=lambda entry: entry[0]):
             scores[rows] += added
         yield scores

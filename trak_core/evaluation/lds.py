@@ -47,8 +47,8 @@ class _Sorted:
         The resample contains row i ``counts[i]`` times. Equal values get the mean of their ranks.
         The results are exact, because all ranks are multiples of 1/2.
         """
-        # If n_1 values are smaller than x, and n_2 values are smaller than or equal to x, the rank of
-        # x is (n_1 + n_2 + 1) / 2. The mean rank is (n + 1) / 2.
+        # If n_1 values are smaller than x, and n_2 values are smaller than or equal to x, the rank
+        # of x is (n_1 + n_2 + 1) / 2. The mean rank is (n + 1) / 2.
         below = np.zeros((len(counts) + 1, self.order.shape[1]))
         np.cumsum(counts[self.order], axis=0, out=below[1:])
         ranks = np.take_along_axis(below, self.first, axis=0)
@@ -203,7 +203,8 @@ def order_models(
 def _columns(frame: Frame, ids: Sequence[Any], where: str, *, has_others: bool) -> np.ndarray:
     """Return the columns of a matrix with the given ids, in this order, float64.
 
-    Columns with other ids raise an error unless ``has_others``. Error messages begin with ``where``.
+    Columns with other ids raise an error unless ``has_others``. Error messages begin with
+    ``where``.
     """
     values, _, columns = frame
     position = {column: i for i, column in enumerate(columns)}

@@ -1,7 +1,7 @@
 """Draw line charts of measurements for the report, and a figure of each experiment.
 
-The page shows each chart in its original size. The template templates/macros.html.j2 shows the title
-and the legend of a chart as text outside the picture.
+The page shows each chart in its original size. The template templates/macros.html.j2 shows the
+title and the legend of a chart as text outside the picture.
 """
 
 import base64
@@ -188,8 +188,8 @@ def lds_charts(evaluation: File) -> list[Chart]:
     ceiling = evaluation.row("summary", kind="ceiling")
     curve = evaluation.tables["checkpoints"]
     counts = curve["n_checkpoints"].tolist()
-    # With ticks at all points of a long curve, the labels would overlap. Therefore only 1, 2, 5, 10,
-    # ... and the last point get ticks.
+    # With ticks at all points of a long curve, the labels would overlap. Therefore only 1, 2, 5,
+    # 10, ... and the last point get ticks.
     ticks = [n for n in counts[:-1] if len(counts) <= 6 or str(n)[0] in "125"] + counts[-1:]
     charts = [
         _line_chart(

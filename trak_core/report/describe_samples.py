@@ -18,11 +18,11 @@ from trak_core.study.read_targets import split_of
 from trak_core.study.show_samples import BEGINNING, Picture, Words, are_drawn, show_sample
 from trak_core.study.study import Study
 
-# For each target, at most this number of training samples with a positive score, and the same number
-# with a negative score, are shown.
+# For each target, at most this number of training samples with a positive score, and the same
+# number with a negative score, are shown.
 EACH = 4
-# The largest numbers of targets that are shown for an experiment and in total. Without these limits,
-# the page could become too large for a browser.
+# The largest numbers of targets that are shown for an experiment and in total. Without these
+# limits, the page could become too large for a browser.
 _TARGETS, _IN_ALL = 20, 120
 
 

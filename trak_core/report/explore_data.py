@@ -1,7 +1,7 @@
 """Prepare the data of an experiment's page, which shows its targets and their training samples.
 
-The HTML of the page contains the first targets. A script in the page shows all targets from the same
-data. If the page would be too large, some samples are left out, and the page says how many.
+The HTML of the page contains the first targets. A script in the page shows all targets from the
+same data. If the page would be too large, some samples are left out, and the page says how many.
 """
 
 import json
@@ -33,15 +33,15 @@ from trak_core.study.study import Study
 # For each target, the page shows at most EACH_ON_PAGE training samples with a positive score and as
 # many with a negative score. Without its script, the page shows at most AT_ONCE targets.
 EACH_ON_PAGE, AT_ONCE = 10, 20
-# The largest sizes in bytes of a page, of the ids, scores and columns in its data, and of its markup,
-# style and script. The targets that are shown without the script belong to the markup.
+# The largest sizes in bytes of a page, of the ids, scores and columns in its data, and of its
+# markup, style and script. The targets that are shown without the script belong to the markup.
 _PAGE, _ROWS, _MARKUP = 5_000_000, 2_500_000, 600_000
 # The largest number of characters of a sample's text. If the page would be too large, texts are
 # shortened to BEGINNING characters.
 _CHARACTERS = 1000
 
-# A function (is_target, id, characters) that returns the picture or text of a sample, and a digest of
-# the sample's contents. ``is_target`` is false for training samples. The text has at most
+# A function (is_target, id, characters) that returns the picture or text of a sample, and a digest
+# of the sample's contents. ``is_target`` is false for training samples. The text has at most
 # ``characters`` characters.
 Show = Callable[[bool, Any, int], tuple[Picture | str, bytes]]
 # A function (is_target, id, number of tokens) that returns the text of each token of a sample.
@@ -360,11 +360,11 @@ def _fill(
     *,
     drawn: bool,
 ) -> dict[str, str]:
-    """Add the pictures or texts of samples to their entries until ``n_bytes`` are used.
+    """Return the pictures to show without the script, after adding samples to their entries.
 
-    ``asked`` contains (is_target, entry) in order of importance. The first ``n_at_once`` entries are
-    shown without the page's script, and are always filled. Return their pictures as data URLs, by
-    element id.
+    ``asked`` contains pairs (is_target, entry), with the most important first. Pictures or texts
+    are added until ``n_bytes`` are used, and always to the first ``n_at_once`` entries, which are
+    shown without the script. Their pictures are returned as data URLs, by element id.
     """
     samples, used = [], 0
     for is_target, entry in asked:
@@ -419,7 +419,7 @@ def _mark_equal(
 
 def _size(sample: Picture | str) -> int:
     text = sample if isinstance(sample, str) else sample.text
-    # The JSON text is measured, because it encodes some characters as two or six bytes. The 20 bytes
-    # are for quotes and commas.
+    # The JSON text is measured, because it encodes some characters as two or six bytes. The 20
+    # bytes are for quotes and commas.
     picture = len(sample.src) if isinstance(sample, Picture) else 0
     return len(_json(text).encode()) + picture + 20

@@ -137,7 +137,7 @@ def _file(
 def read_experiment(
     path: Path, results: Path, n_shown: int, each: int, train_split: Split | None = None
 ) -> File:
-    """Read the scores of an experiment, with the strongest influences on its first targets.
+    """Return the scores of an experiment, with the strongest influences on its first targets.
 
     For each of the first ``n_shown`` targets, at most ``each`` positive and ``each`` negative
     scores are kept. If the training samples are given as ``train_split``, the attribute ``fit``
@@ -235,8 +235,8 @@ def output_of(experiment: File) -> About:
     targets = experiment.tables.get("targets", pd.DataFrame())
     is_difference = MEAN_OF in targets and any(LESS in of for of in targets[MEAN_OF])
     about = replace(about, raises="the difference") if is_difference else about
-    # ``better`` is cleared, because a mean over targets has no label to which the model output could
-    # be closer, and a difference of means is not better if it is larger.
+    # ``better`` is cleared, because a mean over targets has no label to which the model output
+    # could be closer, and a difference of means is not better if it is larger.
     return replace(about, better="") if MEAN_OF in targets and about.raises else about
 
 
@@ -307,7 +307,7 @@ def side_by_side(experiments: Sequence[File]) -> list[dict[str, Any]]:
 
 
 def read_matrix(path: Path, results: Path) -> File:
-    """Read the smallest and the largest eigenvalue of a normal matrix, as attributes of a file.
+    """Return a file with the smallest and the largest eigenvalue of a normal matrix.
 
     Eigenvalues that are negative because of rounding are replaced by 0.
     """
@@ -343,7 +343,7 @@ _SHOWN = {
 
 
 def read_measured(path: Path, results: Path, kind: ArtifactKind) -> File:
-    """Read the tables and numbers of an evaluation, of removals or of groups.
+    """Return the tables and numbers of an evaluation, of removals or of groups.
 
     ``kind`` tells which of these the file contains. Differences between groups are sorted by their
     absolute values, with the largest first.
@@ -360,7 +360,7 @@ def read_measured(path: Path, results: Path, kind: ArtifactKind) -> File:
 
 
 def read_self_influence(path: Path, results: Path) -> File:
-    """Read the ten training samples with the largest absolute self-influence."""
+    """Return the ten training samples with the largest absolute self-influence."""
     with open_artifact(path, SELF_INFLUENCE) as file:
         train = file.table("train")
         by_size = train.sort_values("self_influence", key=np.abs, ascending=False, kind="stable")

@@ -33,13 +33,14 @@ from trak_core.report.read_results import (
 from trak_core.settings import EXACT, Combine
 
 # The limits at which warnings are shown. Features are float32, with a relative error of 6e-8. A
-# condition number of 1e6 can increase this error to 6 %, so the second digit of a score may be wrong.
+# condition number of 1e6 can increase this error to 6 %, so the second digit of a score may be
+# wrong.
 LIMITS = {"checkpoints": 5, "loss_weight": NEAR_ZERO, "condition": 1e6, "targets": ENOUGH_TARGETS}
-# With fewer targets, the standard deviation of model outputs over targets would be too uncertain for
-# a warning.
+# With fewer targets, the standard deviation of model outputs over targets would be too uncertain
+# for a warning.
 _ENOUGH_TARGETS = 8
-# The largest number n of training samples for which a warning suggests exact scores. They need three
-# n x n matrices in float64, which take 0.6 GB for n = 5000.
+# The largest number n of training samples for which a warning suggests exact scores. They need
+# three n x n matrices in float64, which take 0.6 GB for n = 5000.
 _MOST_EXACT = 5000
 
 
@@ -88,8 +89,8 @@ def _lds(results: Results) -> Iterator[StudyWarning]:
             yield StudyWarning("predicts_nothing", shown)
         baselines = rows_with(evaluation.tables["summary"], kind="baseline")
         better = [row for row in baselines if row.lds > scores.lds]
-        # The baseline ends_of_runs uses some of the checkpoints of the scores, so the two can differ
-        # by chance. It counts as better only if the interval of the difference is below 0.
+        # The baseline ends_of_runs uses some of the checkpoints of the scores, so the two can
+        # differ by chance. It counts as better only if the interval of the difference is below 0.
         better = [row for row in better if row.method != "ends_of_runs" or row.behind_high < 0]
         if better:
             yield StudyWarning("simpler_rule", shown | {"better": better})
@@ -201,8 +202,8 @@ def per_target(evaluation: File) -> list[tuple[Any, float, float | None]]:
 def worked_example(experiment: File) -> Mapping[str, Any] | None:
     """Return an example of a target that has a positive and a negative score, or None.
 
-    The key ``target`` contains the target's row. ``helpful`` and ``harmful`` contain the rows of its
-    largest and its lowest score, and ``ratio`` is the absolute ratio of these two scores.
+    The key ``target`` contains the target's row. ``helpful`` and ``harmful`` contain the rows of
+    its largest and its lowest score, and ``ratio`` is the absolute ratio of these two scores.
     """
     for target in rows_with(experiment.tables["shown"]):
         helpful, harmful = (experiment.strongest(target.id, sign)[:1] for sign in (1, -1))
