@@ -65,10 +65,7 @@ def check_retrained(artifact: Artifact, spec: RetrainedSpec, **more: Any) -> Non
 
 
 def selected_ids(paths: Sequence[Path], spec: FeaturesSpec) -> list[Any] | None:
-    """Return the ids of the selected targets, or None if there are no files.
-
-    The ids are read from the first file.
-    """
+    """Return the ids of the selected targets from the first file, or None without files."""
     for path in paths:
         with open_artifact(path, TARGETS) as file:
             digest = file.spec.get("targets_digest")

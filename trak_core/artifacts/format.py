@@ -122,10 +122,7 @@ new_hash = partial(hashlib.blake2b, digest_size=16)
 
 
 def add_rows(digest: "hashlib.blake2b", name: str, block: np.ndarray) -> None:
-    """Add rows of the dataset ``name`` to ``digest``.
-
-    Raise a ``ValueError`` if a number is NaN or infinite.
-    """
+    """Add rows of a dataset to a hash. Raise a ``ValueError`` if a number is not finite."""
     if not _is_finite(block):
         raise ValueError(f"{name!r} contains NaN or infinity")
     digest.update(np.ascontiguousarray(block).data)
@@ -159,10 +156,7 @@ def content_hash(file: h5py.File, known: Mapping[str, str] | None = None) -> str
 
 
 def put_attributes(node: h5py.Group | h5py.Dataset, **attributes: Any) -> None:
-    """Write attributes of a group or dataset.
-
-    Texts are stored as UTF-8 strings of fixed length, because PyTables cannot read other strings.
-    """
+    """Write attributes, with texts as UTF-8 strings of fixed length, as PyTables requires."""
     for name, value in attributes.items():
         if isinstance(value, str):
             text = value.encode()
@@ -173,10 +167,7 @@ def put_attributes(node: h5py.Group | h5py.Dataset, **attributes: Any) -> None:
 
 
 def write_object(file: h5py.File, name: str, value: Mapping[str, Any]) -> None:
-    """Write a mapping to a file: its lists as datasets, and all other values as one attribute.
-
-    The values must be plain, so that they can be written as JSON.
-    """
+    """Write a mapping of plain values: lists as datasets, and the rest as an attribute."""
     lists = {key: part for key, part in value.items() if isinstance(part, list | tuple)}
     others = {key: part for key, part in value.items() if key not in lists}
     put_attributes(file, **{name: json.dumps(others, sort_keys=True)})

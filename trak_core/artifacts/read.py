@@ -88,10 +88,7 @@ class Artifact:
             raise self._refused(must, f"{doing} failed: {_first_line(error)}") from error
 
     def _file(self) -> h5py.File:
-        """Return the open file, which may be closed when other artifacts are read.
-
-        Raise an ``OSError`` if the file was replaced since it was first opened.
-        """
+        """Return the open file. Raise an ``OSError`` if it was replaced since the first check."""
         file = self._open.pop(self, None)
         if file is None:
             while len(self._open) >= _MOST_OPEN:

@@ -56,19 +56,13 @@ _UNNAMED = {"name": np.bytes_(b"N."), "transposed": np.uint8(1)}
 
 
 def _even(length: int, most: int) -> int:
-    """Return the length of chunks that divide ``length`` numbers.
-
-    The result is ``most``, or less if chunks of this length needed more than 2 % of padding.
-    """
+    """Return the length of chunks: ``most``, or less if this would cause over 2 % of padding."""
     count = -(-length // max(1, most))
     return min(length, most) if count * most <= 1.02 * length else -(-length // max(1, count))
 
 
 class MatrixWriter:
-    """The values of a new matrix, which are written by ``values[start:stop] = block``.
-
-    Blocks of rows must be written in the order of the rows.
-    """
+    """The values of a new matrix. ``values[start:stop] = block`` writes its rows in order."""
 
     def __init__(self, path: Path, dataset: h5py.Dataset) -> None:
         self._path, self._dataset, self._filled = path, dataset, 0
@@ -96,10 +90,7 @@ class MatrixWriter:
         self._filled = stop
 
     def hexdigest(self) -> str:
-        """Return the hash of the values.
-
-        Missing rows raise a ``ValueError``, because HDF5 would store them as zeros.
-        """
+        """Return the hash of the values. Raise a ``ValueError`` if rows were not written."""
         if self._filled < len(self._dataset):
             raise ValueError(
                 f"{self.name!r} must be complete, but only {self._filled} of "
@@ -167,10 +158,7 @@ class Writer:
         put_vector(self.file, key, array, chunk)
 
     def scalar(self, key: str, value: float) -> None:
-        """Write a number, in the compact layout.
-
-        In this layout, the checksum of the metadata includes the number.
-        """
+        """Write a number in the compact layout, in which it has a checksum."""
         compact = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         compact.set_layout(h5py.h5d.COMPACT)
         compact.set_obj_track_times(False)
@@ -213,10 +201,7 @@ def _pieces(rows: _Table) -> Iterator["pd.DataFrame"]:
 
 
 def _widths(rows: _Table, searchable: list[str]) -> dict[str, int]:
-    """Return the largest number of bytes of a text in each field of a stored table.
-
-    A searchable column has its own field. All other text columns share the field ``values``.
-    """
+    """Return the largest number of bytes of a text in each field of a stored table."""
     widths: dict[str, int] = {}
     for name, values in rows.items():
         if values.dtype.kind in "OSTU":
@@ -235,8 +220,7 @@ def _put_table(path: Path, key: str, rows: _Table, searchable: list[str]) -> lis
     """
     import pandas as pd
 
-    # Without the name of a compression library, pandas does not write checksums. Level 0 does not
-    # compress.
+    # pandas writes checksums only if a compression library is named. Level 0 does not compress.
     packing: Any = {"track_times": False, "complib": "zlib", "complevel": 0}
     # pandas 2 reads texts that equal nan_rep as missing values. No text contains this character.
     packing["nan_rep"] = "\x1a"

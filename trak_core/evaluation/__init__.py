@@ -1,4 +1,1 @@
-"""Measure how well scores predict retrained models, with confidence intervals and baselines.
-
-These modules need only NumPy, SciPy and pandas.
-"""
+"""Measure how well scores predict retrained models, with intervals and baselines."""

@@ -15,8 +15,7 @@ from trak_core.evaluation.subset_sums import subset_sums, weighted_sums
 
 # The seed of the random scores.
 _SEED = 0
-# The usual constants of BM25: k1 limits the effect of repeated words, and b corrects for the length
-# of a text.
+# The usual constants of BM25, for repeated words (k1) and for the length of a text (b).
 _K1, _B = 1.2, 0.75
 
 
@@ -82,8 +81,7 @@ def bm25_scores(
     for query in queries:
         scores = np.zeros(len(counts))
         known = [entries[word] for word in set(query) if word in entries]
-        # The rounding of a sum depends on the order of its terms. A set has no fixed order, so
-        # words are sorted by their number.
+        # Words are sorted, because the rounding of a sum depends on the order of its terms.
         for _, rows, added in sorted(known, key=lambda entry: entry[0]):
             scores[rows] += added
         yield scores

@@ -29,11 +29,9 @@ class Chance(NamedTuple):
     freedom: np.ndarray
 
     def __add__(self, other: "Chance") -> "Chance":  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the sum with independent variances, whose degrees of freedom are Welch's.
-
-        If both variances are 0, the degrees of freedom of the sum are infinite.
-        """
-        # The degrees of freedom of a + b are (a + b)^2 / (a^2 / freedom_a + b^2 / freedom_b).
+        """Return the sum with independent variances, which has Welch's degrees of freedom."""
+        # The degrees of freedom of a + b are (a + b)^2 / (a^2 / freedom_a + b^2 / freedom_b), or
+        # infinite if a and b are 0.
         total = self.variance + other.variance
         pieces = [own.variance**2 / np.maximum(own.freedom, 1) for own in (self, other)]
         small = np.asarray(pieces[0] + pieces[1], dtype=np.float64)
@@ -46,10 +44,7 @@ class Chance(NamedTuple):
         return Chance(self.variance[entries], self.freedom[entries])
 
     def half_width(self) -> np.ndarray:
-        """Return half of the width of the confidence interval of an estimate.
-
-        It is the standard error of the estimate times Student's quantile.
-        """
+        """Return half of the width of an estimate's interval, from Student's quantile."""
         # Some versions of SciPy return NaN for infinite degrees of freedom.
         freedom = np.minimum(self.freedom, 1e9)
         return stdtrit(freedom, 1 - _OUTSIDE) * np.sqrt(self.variance)
@@ -65,8 +60,7 @@ def mean_interval(values: np.ndarray) -> tuple[float, float]:
     a single seed or a single target, the interval ignores differences between seeds or targets.
     """
     seeds, targets = values.shape
-    # A mean of n numbers with the sample variance s^2 has the variance s^2 / n, which has n - 1
-    # degrees of freedom.
+    # The variance of a mean of n numbers is s^2 / n, with n - 1 degrees of freedom.
     parts = [
         Chance(values.mean(axis=axis).var(ddof=int(n > 1)) / n, np.array(n - 1.0))
         for axis, n in ((1, seeds), (0, targets))

@@ -57,10 +57,7 @@ class _Sorted:
 
 
 def _correlations(a: np.ndarray, b: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return the Pearson correlation of each column of ``a`` with the same column of ``b``.
-
-    The columns have mean 0. Row i is counted ``counts[i]`` times.
-    """
+    """Return Pearson correlations of columns with mean 0. Row i counts ``counts[i]`` times."""
     # The correlation is sum_i n_i a_i b_i / sqrt(sum_i n_i a_i^2 sum_i n_i b_i^2) for counts n_i.
     weighted = a * counts[:, None]
     sizes = np.einsum("ij,ij->j", weighted, a) * np.einsum("ij,i,ij->j", b, counts, b)
@@ -201,11 +198,7 @@ def order_models(
 
 
 def _columns(frame: Frame, ids: Sequence[Any], where: str, *, has_others: bool) -> np.ndarray:
-    """Return the columns of a matrix with the given ids, in this order, float64.
-
-    Columns with other ids raise an error unless ``has_others``. Error messages begin with
-    ``where``.
-    """
+    """Return the columns with the given ids, float64. ``has_others`` allows other columns."""
     values, _, columns = frame
     position = {column: i for i, column in enumerate(columns)}
     missing, others = [i for i in ids if i not in position], position.keys() - set(ids)
@@ -220,11 +213,7 @@ def _columns(frame: Frame, ids: Sequence[Any], where: str, *, has_others: bool) 
 
 
 def curve_counts(n_checkpoints: int) -> list[int]:
-    """Return the numbers of checkpoints for which the LDS is computed.
-
-    They are 1, 2, 3, 5, 10, 20, 30, 50, ... as far as they are below ``n_checkpoints``, and
-    ``n_checkpoints``.
-    """
+    """Return the numbers of checkpoints for which the LDS is computed: 1, 2, 3, 5, 10, ..."""
     steps = [digit * 10**power for power in range(4) for digit in (1, 2, 3, 5)]
     return [count for count in steps if count < n_checkpoints] + [n_checkpoints]
 

@@ -63,10 +63,7 @@ class CheckpointRows:
 def average_weights(
     settings: Iterable[Setting], loss_weights: Sequence[np.ndarray]
 ) -> dict[float, np.ndarray]:
-    """Return the mean over checkpoints of the loss weights to each power in the settings.
-
-    The mean for a power has shape (n,).
-    """
+    """Return loss weights to each power in the settings, averaged over checkpoints."""
     powers = sorted({setting.loss_weight_power for setting in settings})
     return {p: np.mean([powered(q, p) for q in loss_weights], axis=0) for p in powers}
 

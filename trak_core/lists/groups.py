@@ -1,7 +1,4 @@
-"""Sum scores over groups of training samples, with bootstrap confidence intervals.
-
-The bootstrap resamples training samples and training runs.
-"""
+"""Sum scores over groups of training samples, with bootstrap confidence intervals."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,8 +15,7 @@ from trak_core.evaluation.intervals import Chance, expanded
 from trak_core.runtime.progress import blocks_with_progress
 from trak_core.settings import Combine, ScoresSpec
 
-# The bootstrap draws training runs RUN_DRAWS times. For each of these draws, it draws training
-# samples SAMPLE_DRAWS times.
+# The number of bootstrap draws of runs, and of draws of samples for each draw of runs.
 RUN_DRAWS, SAMPLE_DRAWS = 100, 10
 N_DRAWS = RUN_DRAWS * SAMPLE_DRAWS
 _MAX_GROUPS = 100
@@ -200,10 +196,7 @@ def _within_runs(draws: np.ndarray) -> np.ndarray:
 
 
 def _run_means(draws: np.ndarray) -> np.ndarray:
-    """Return the mean over all draws with the same runs, shape (..., RUN_DRAWS).
-
-    NaN is ignored, unless all draws are NaN.
-    """
+    """Return means over the draws that use the same runs, ignoring NaN: (..., RUN_DRAWS)."""
     counts = np.isfinite(_by_run(draws)).sum(axis=-1)
     total = np.nansum(_by_run(draws), axis=-1)
     return np.where(counts > 0, total / np.maximum(counts, 1), np.nan)

@@ -7,8 +7,7 @@ from trak_core.artifacts import Rows
 from trak_core.attribution.score_formulas import Extremes, largest, unit_rows
 from trak_core.settings import MEAN_OF
 
-# Two samples are copies if their closeness is at least _CLOSE. Closeness compares the distance of
-# the nearest sample with the distance of the fifth nearest one.
+# The nearest of _NEIGHBOURS samples is a copy if its closeness is at least _CLOSE.
 _NEIGHBOURS, _CLOSE = 5, 0.9
 # Cosine distances below this number can be rounding errors, because features are float32.
 _SAME = 1e-5
@@ -18,10 +17,7 @@ ENOUGH_TARGETS = 100
 
 
 def _ranked(train: pd.DataFrame, order: np.ndarray, *names: str) -> pd.DataFrame:
-    """Return the rows ``order`` of a table, with their rank as a column.
-
-    The columns ``id``, ``rank`` and ``names`` come first.
-    """
+    """Return rows of a table in the given order, with their rank. ``names`` come first."""
     rows = train.iloc[order].reset_index(drop=True)
     rows["rank"] = np.arange(1, len(rows) + 1)
     first = ["id", "rank", *(name for name in names if name in rows)]

@@ -26,10 +26,7 @@ _SCORING_KEYS = ("damping", "combine", "loss_weight_power")
 
 @dataclass(frozen=True, slots=True)
 class FinishedRun:
-    """A finished run: its settings, its results folder, and the folder where it was started.
-
-    Paths in the config are relative to ``folder``.
-    """
+    """A finished run: its settings, its results, and the folder to which paths are relative."""
 
     specs: Specs
     results: Path
@@ -37,10 +34,7 @@ class FinishedRun:
 
     @classmethod
     def of_config(cls, config: dict[str, Any], results: Path, folder: Path) -> Self:
-        """Return the finished run of a complete config, without writing a file.
-
-        The config must contain all defaults. A run with missing files raises an error.
-        """
+        """Return the finished run of a complete config. Raise an error if files are missing."""
         results, folder = results.resolve(), folder.resolve()
         with contextlib.chdir(folder):
             if not Path(config["study"]).is_file():
@@ -72,10 +66,7 @@ class FinishedRun:
         return self.results / "checkpoints" / f"{name}.pt" if path is None else Path(path)
 
     def files(self, name: str) -> list[Path]:
-        """Return the paths of a checkpoint and of the files that scoring at it needs.
-
-        They are the training features and normal matrix, or the Gramian without a projection.
-        """
+        """Return the paths of a checkpoint and of the files that scoring with it needs."""
         made = [f"gramian/{name}/train.h5"]
         if self.specs.is_projected:
             made = [f"features/{name}/train.h5", f"normal_matrix/{name}.h5"]

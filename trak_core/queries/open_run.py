@@ -55,10 +55,7 @@ class OpenRun(FittedAttributor):
         return sorted(path.stem for path in (self.folder / "scores").glob("*.h5"))
 
     def scores(self, experiment: str) -> Scores:
-        """Return the scores of an experiment.
-
-        If the run described its samples, the tables have the column ``described_text``.
-        """
+        """Return an experiment's scores, with ``described_text`` if samples have texts."""
         path = self.folder / "scores" / f"{experiment}.h5"
         if not path.is_file():
             raise InputError(
@@ -139,10 +136,7 @@ class OpenRun(FittedAttributor):
         return Asked(number, given)
 
     def as_read(self, asked: Asked) -> list[str]:
-        """Return lines of text that show the input that the model receives for a sample.
-
-        The result is empty if the study does not define ``as_read``.
-        """
+        """Return lines of text that show the model's input, if the study has ``as_read``."""
         with self._at_work():
             ids: Any = [asked.id]
             split = Split([asked.sample], ids)
@@ -257,10 +251,7 @@ class OpenRun(FittedAttributor):
         return answers
 
     def _tokens(self, group: Sequence[Asked], scores: Scores, k: int) -> pd.DataFrame | None:
-        """Return a table of scores by token, with the text of each token.
-
-        If the scores cannot be computed, print a notice and return None.
-        """
+        """Return scores by token with the texts of tokens, or print a notice and return None."""
         asked_by_id = dict(zip(scores.targets.index, group, strict=True))
         try:
             table, _ = self.tokens(scores, k)

@@ -85,10 +85,7 @@ class Answer:
 
     @property
     def top(self) -> pd.DataFrame:
-        """A table of the strongest training samples, with the largest score first.
-
-        The columns are ``train_id``, ``score`` and the columns of ``train``.
-        """
+        """A table of the strongest training samples and their scores, the largest score first."""
         both = self.influences.sort_values("score", ascending=False, kind="stable")
         both = both[["train_id", "score"]].reset_index(drop=True)
         return both.join(self.train, on="train_id")

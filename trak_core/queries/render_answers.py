@@ -73,10 +73,7 @@ def _file(run: OpenRun, answers: Sequence[Answer]) -> File:
 
 
 def answer_rows(answers: Sequence[Answer]) -> pd.DataFrame:
-    """Return a table with a row for each training sample of each answer.
-
-    Labels and predictions that are classes are shown by their names.
-    """
+    """Return a table with a row for each training sample of each answer, with class names."""
     parts = []
     for answer in answers:
         names = {key: answer.train[key].map(answer.named) for key in ("label", "prediction")}

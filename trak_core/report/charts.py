@@ -47,8 +47,7 @@ _REMOVED = {
     "random": _GREY,
 }
 _COLORS = (_BLUE, _ORANGE, _GREEN, "#7b3294", "#a6611a", _GREY)
-# For each swept setting: its column in the table `sweep`, the title of its chart, and the label of
-# the chart's horizontal axis.
+# For each swept setting: its column in the table `sweep`, and the titles of its chart and x-axis.
 _SWEPT = (
     ("damping", "Damping", "damping, in mean squared feature norms"),
     ("proj_dim", "Dimensions of the projection", "k, numbers per gradient"),
@@ -158,10 +157,7 @@ def _line_chart(
 
 
 def _chart(title: str, shown: str, figure: Figure, legend: Sequence[Line] = ()) -> Chart:
-    """Return a figure as a chart.
-
-    The alternative text consists of the title and ``shown``, which describes what is plotted.
-    """
+    """Return a figure as a chart, with the title and ``shown`` as its alternative text."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     width, height = figure.get_size_inches()
@@ -180,16 +176,11 @@ def _with_interval(label: str, rows: pd.DataFrame, x: str, y: str, color: str) -
 
 
 def lds_charts(evaluation: File) -> list[Chart]:
-    """Return charts of the linear datamodeling score (LDS) of an evaluation.
-
-    One chart shows the LDS against the number of checkpoints. If settings were swept, there is
-    also a chart for each setting that has several values.
-    """
+    """Return charts of the LDS by the number of checkpoints and by each swept setting."""
     ceiling = evaluation.row("summary", kind="ceiling")
     curve = evaluation.tables["checkpoints"]
     counts = curve["n_checkpoints"].tolist()
-    # With ticks at all points of a long curve, the labels would overlap. Therefore only 1, 2, 5,
-    # 10, ... and the last point get ticks.
+    # Labels at all points of a long curve would overlap. Label 1, 2, 5, 10, ... and the last one.
     ticks = [n for n in counts[:-1] if len(counts) <= 6 or str(n)[0] in "125"] + counts[-1:]
     charts = [
         _line_chart(
@@ -256,10 +247,7 @@ def removal_charts(removals: File, labels: Mapping[str, str]) -> list[Chart]:
 
 
 def group_charts(groups: File) -> list[Chart]:
-    """Return a chart for each column by which training samples are grouped.
-
-    A chart shows the mean scores of the column's largest groups, with intervals.
-    """
+    """Return a chart for each column, which shows the mean scores of the largest groups in it."""
     charts = []
     for column, rows in groups.tables["groups"].groupby("column", sort=False):
         largest = rows.nlargest(_GROUPS, "n", keep="all").head(_GROUPS)
@@ -275,8 +263,7 @@ def group_charts(groups: File) -> list[Chart]:
             axes.set_yticks(shown.index, labels=names, parse_math=False)
             axes.set_ylim(-0.6, len(shown) - 0.4)
             axes.set_xlabel("mean score")
-            # Tick labels of small scores would be long. Therefore the axis shows their common power
-            # of ten once, at its end.
+            # If scores are small, the axis shows their power of ten once, to keep labels short.
             axes.locator_params(axis="x", nbins=4)
             axes.ticklabel_format(axis="x", scilimits=(-2, 4))
             axes.grid(axis="x", color="#ddd", linewidth=0.6)
@@ -285,10 +272,7 @@ def group_charts(groups: File) -> list[Chart]:
 
 
 def influences_figure(examples: Examples) -> Figure:
-    """Return a figure with a row of pictures or texts for each of the first targets.
-
-    A row shows the target and the training samples with its highest and lowest scores.
-    """
+    """Return a figure in which each row shows a target and its strongest training samples."""
     width, name = 1 + 2 * EACH, examples.experiment.spec["experiment"]
     output, shown = output_of(examples.experiment), examples.shown[:TARGETS_IN_FIGURE]
     figure = Figure(figsize=(1.15 * width + 0.6, 1.5 * len(shown) + 0.9), layout="constrained")
@@ -320,10 +304,7 @@ def _wrapped(text: str, characters: int, lines: int) -> str:
 
 
 def _tile(axes: Axes, sample: Picture | str, title: tuple[str, ...], color: str) -> None:
-    """Draw a sample and its title in a frame of the given color.
-
-    Texts are drawn without parsing of formulas, because a sample may contain dollar signs.
-    """
+    """Draw a sample in a frame. Texts with dollar signs are not drawn as formulas."""
     axes.set_axis_on()
     above = "\n".join(_wrapped(line, *_ABOVE) for line in title)
     axes.set_title(above, fontsize=8, color=color, parse_math=False)

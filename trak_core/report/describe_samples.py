@@ -18,11 +18,9 @@ from trak_core.study.read_targets import split_of
 from trak_core.study.show_samples import BEGINNING, Picture, Words, are_drawn, show_sample
 from trak_core.study.study import Study
 
-# For each target, at most this number of training samples with a positive score, and the same
-# number with a negative score, are shown.
+# The largest number of training samples with positive (and with negative) scores for a target.
 EACH = 4
-# The largest numbers of targets that are shown for an experiment and in total. Without these
-# limits, the page could become too large for a browser.
+# The largest number of targets per experiment and in total, which limits the size of the page.
 _TARGETS, _IN_ALL = 20, 120
 
 
@@ -48,10 +46,7 @@ class Examples:
 
 
 def targets_shown(n_experiments: int) -> list[int]:
-    """Return the largest number of targets to show for each experiment.
-
-    The numbers sum to at most 120. Experiments after the first 120 get 0.
-    """
+    """Return the largest number of targets to show for each experiment, at most 120 in all."""
     each = max(1, min(_TARGETS, _IN_ALL // n_experiments))
     return [each if i * each < _IN_ALL else 0 for i in range(n_experiments)]
 

@@ -50,8 +50,7 @@ _EQUAL_HARMS = (
     "A training sample equal to this target is among its most harmful samples. Compare their "
     "labels, or which of their tokens are scored."
 )
-# The colour of a token has a level from 1 to LEVELS. The token with the largest absolute score has
-# the level LEVELS.
+# The colour of a token has a level from 1 to LEVELS, proportional to its absolute score.
 LEVELS = 9
 
 
@@ -72,10 +71,7 @@ def _scores_by_token(table: pd.DataFrame | None) -> dict[tuple[Any, Any], np.nda
 
 
 def token_levels(scores: np.ndarray) -> list[int]:
-    """Return the scores, scaled to integers from -LEVELS to LEVELS.
-
-    The score with the largest absolute value becomes LEVELS or -LEVELS.
-    """
+    """Return scores as integers, scaled so that the largest absolute value becomes LEVELS."""
     largest = np.abs(scores).max(initial=0) or 1
     return np.rint(LEVELS * scores / largest).astype(int).tolist()
 
@@ -185,10 +181,7 @@ def _entries(table: pd.DataFrame, about: About) -> tuple[list[dict[str, Any]], l
 
 
 def _targets(experiment: File, n_targets: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the page's entries for the first ``n_targets`` targets, and their column names.
-
-    The entries do not contain influences yet.
-    """
+    """Return the page's entries for the first targets, without influences, and column names."""
     output = output_of(experiment)
     table = experiment.tables["targets"].head(n_targets)
     entries, names = _entries(table, output)
@@ -239,10 +232,7 @@ def _rows(
     by_token: Mapping[tuple[Any, Any], np.ndarray],
     token_texts: Texts,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, list[str]]]:
-    """Return the page's entries for targets and for training samples, and their column names.
-
-    ``by_token`` is the result of ``_scores_by_token``.
-    """
+    """Return the page's entries for targets and for training samples, and their column names."""
     ids = experiment.tables["targets"]["id"].tolist()[:n_targets]
     influences = experiment.tables["top_influences"]
     is_kept = influences["target_id"].isin(ids) & (influences["rank"] <= EACH_ON_PAGE)

@@ -57,10 +57,7 @@ class File:
         return next(iter(rows_with(self.tables[table], **values)), None)
 
     def strongest(self, target: Any, sign: int) -> list[Any]:
-        """Return a row for each training sample with a strong influence on a target.
-
-        Scores of these samples are positive if ``sign`` is 1, and negative if it is -1.
-        """
+        """Return the strongest influences on a target whose scores have the sign 1 or -1."""
         return rows_with(self.tables["top_influences"], target_id=target, sign=sign)
 
 
@@ -103,10 +100,7 @@ class Results:
 
     @property
     def spec(self) -> Mapping[str, Any]:
-        """The settings of the first experiment.
-
-        All experiments have the same checkpoints, projection and scoring settings.
-        """
+        """The settings of an experiment. Only settings of targets differ between experiments."""
         return self.experiments[0].spec
 
     @property
@@ -203,11 +197,7 @@ def read_experiment(
 
 
 def with_fit(experiment: File, columns: pd.DataFrame, train: Split) -> File:
-    """Return an experiment's scores with the attribute ``fit``.
-
-    It tells how well the models predict the training samples ``train``, as ``fit_of`` computes it
-    from the table ``columns`` of their labels and predictions.
-    """
+    """Return an experiment's scores with ``fit``: how well the models predict ``train``."""
     fit = fit_of(columns, output_of(experiment), train)
     return replace(experiment, attributes={**experiment.attributes, "fit": fit})
 
@@ -256,10 +246,7 @@ def with_class_names(file: File, names: Sequence[str]) -> File:
 
 
 def _groups_with_names(table: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
-    """Return a table of groups, with class numbers replaced by the names of the classes.
-
-    Only groups by label or by prediction are named after classes.
-    """
+    """Return a table of groups, with names of classes instead of their numbers."""
     is_class = table["column"].isin(["label", "prediction"]).tolist()
     groups = {name: table[name].tolist() for name in ("group", "other") if name in table}
     return table.assign(**{
@@ -320,10 +307,7 @@ def read_matrix(path: Path, results: Path) -> File:
 
 
 def condition_number(matrix: File, damping: float) -> float:
-    """Return the condition number of a normal matrix to whose diagonal damping is added.
-
-    ``damping`` is a multiple of the mean squared norm of the features.
-    """
+    """Return the condition number of a normal matrix with the given relative damping."""
     ends = matrix.attributes
     added = damping * ends["mean_squared_norm"]
     largest, smallest = ends["largest"] + added, ends["smallest"] + added

@@ -36,8 +36,7 @@ from trak_core.settings import EXACT, Combine
 # condition number of 1e6 can increase this error to 6 %, so the second digit of a score may be
 # wrong.
 LIMITS = {"checkpoints": 5, "loss_weight": NEAR_ZERO, "condition": 1e6, "targets": ENOUGH_TARGETS}
-# With fewer targets, the standard deviation of model outputs over targets would be too uncertain
-# for a warning.
+# With fewer targets, the standard deviation of model outputs over targets is too uncertain.
 _ENOUGH_TARGETS = 8
 # The largest number n of training samples for which a warning suggests exact scores. They need
 # three n x n matrices in float64, which take 0.6 GB for n = 5000.
@@ -157,10 +156,7 @@ def _matrices(results: Results) -> Iterator[StudyWarning]:
 
 
 def _disagreement(scores: Sequence[File]) -> Iterator[StudyWarning]:
-    """Yield a warning if model outputs differ more between runs than between targets.
-
-    The outputs of the last checkpoint of each run are compared.
-    """
+    """Yield a warning if model outputs differ more between runs than between targets."""
     targets = [row for file in scores for row in rows_with(file.tables["targets"])]
     if len(scores[0].spec["runs"]) > 1 and len(targets) >= _ENOUGH_TARGETS:
         within = sqrt(fmean(target.output_sd**2 for target in targets))
@@ -176,19 +172,13 @@ _LONG = 40
 
 
 def ranked(evaluation: File) -> list[Any]:
-    """Return the rows of an evaluation's summary in the order in which the report shows them.
-
-    The noise ceiling is first and the scores are second. Baselines follow, with the best first.
-    """
+    """Return the rows of the summary: noise ceiling, scores, and baselines from best to worst."""
     rows = rows_with(evaluation.tables["summary"])
     return sorted(rows, key=lambda row: (_KINDS.index(row.kind), -row.lds))
 
 
 def per_target(evaluation: File) -> list[tuple[Any, float, float | None]]:
-    """Return a triple (id, LDS, noise ceiling) for each target.
-
-    The noise ceiling is None if it is unknown.
-    """
+    """Return (id, correlation, noise ceiling or None) for each target of an evaluation."""
     scores, ceilings = (
         {
             row.target_id: row.correlation
@@ -282,10 +272,7 @@ def script_hash(template: str) -> str:
 
 
 def rendered(template: str, **shown: Any) -> str:
-    """Return the HTML of a template, with the values ``shown``.
-
-    ``template`` is the template's file name without ``.html.j2``.
-    """
+    """Return the HTML of the template ``{template}.html.j2`` with the given values."""
     return _environment().get_template(f"{template}.html.j2").render(shown)
 
 

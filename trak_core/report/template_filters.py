@@ -8,10 +8,7 @@ from trak_core.settings import MEAN_OF
 
 
 def number(value: float, digits: int = 3) -> str:
-    """Return a number with ``digits`` significant digits.
-
-    Numbers from 1 to 1e6 are written without an exponent.
-    """
+    """Return a number with ``digits`` significant digits, without an exponent from 1 to 1e6."""
     text = f"{value:,.{digits}g}" if abs(value) < 1e6 else f"{value:.{digits}g}"
     if "e" in text and 1 <= abs(value) < 1e6:
         text = f"{value:,.0f}"
@@ -51,26 +48,19 @@ def label(value: Any) -> str:
 
 def anchor(sample_id: Any) -> str:
     """Return the id of a sample as a URL fragment. Different ids have different fragments."""
-    # The result is also the id of an HTML element. Browsers find this element, because they first
-    # compare a fragment with element ids without decoding it.
+    # Browsers compare a fragment with the ids of elements before they decode it.
     return quote(str(sample_id), safe="")
 
 
 def is_right(target: Any, output: About) -> bool | None:
-    """Return whether a target is predicted correctly.
-
-    Return None if the target is a mean, or if its prediction cannot be compared with its label.
-    """
+    """Return whether a target is predicted correctly, or None if this is not defined."""
     if hasattr(target, MEAN_OF) or not (output.labels_are_classes or output.needs_pairs):
         return None
     return bool(target.label == target.prediction)
 
 
 def of_target(target: Any, output: About) -> str:
-    """Return the label and prediction of a target as text, such as "label 3, predicted 5".
-
-    ``target`` is a row of the table of targets. A mean over targets is described by its name.
-    """
+    """Return the label and prediction of a target as text, such as "label 3, predicted 5"."""
     if hasattr(target, MEAN_OF):
         return f"the mean of {target.mean_of}"
     parts = ((output.label, target.label), (output.prediction, target.prediction))
@@ -78,8 +68,5 @@ def of_target(target: Any, output: About) -> str:
 
 
 def of_training_sample(influence: Any, output: About) -> str:
-    """Return the label of an influential training sample as text, such as "label 3".
-
-    The text is empty if the model output has no labels.
-    """
+    """Return the label of a training sample as text, such as "label 3", or "" without labels."""
     return f"{output.label} {label(influence.train_label)}" if output.label else ""
