@@ -2,9 +2,8 @@
 
 An artifact gets its final name only when it is complete. It contains the settings that determine
 its content (``spec``), the software and the device that computed it (``provenance``), and a hash of
-its content. Matrices are stored in pandas' *fixed* layout for frames. ``pandas.read_hdf(path,
-key)`` returns such a matrix with its labels, and h5py reads it as the dataset
-``<key>/block0_values``.
+its content. Matrices are stored in pandas' *fixed* layout, from which
+``pandas.read_hdf(path, key)`` returns a labelled frame. h5py reads ``<key>/block0_values``.
 """
 
 from trak_core.artifacts.check_consistency import (

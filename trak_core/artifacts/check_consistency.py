@@ -65,7 +65,7 @@ def check_retrained(artifact: Artifact, spec: RetrainedSpec, **more: Any) -> Non
 
 
 def selected_ids(paths: Sequence[Path], spec: FeaturesSpec) -> list[Any] | None:
-    """Return the ids of the selected targets from the first file, or None without files."""
+    """Return the ids of the selected targets from the first file, or None if there is no file."""
     for path in paths:
         with open_artifact(path, TARGETS) as file:
             digest = file.spec.get("targets_digest")

@@ -3,9 +3,9 @@
 Each dataset has Fletcher-32 checksums, and the layout of HDF5 1.10 has checksums of all metadata.
 Therefore h5py and pandas detect a flipped bit when they read it.
 
-The attributes ``spec`` and ``provenance`` contain JSON without lists. An attribute is limited to 64
-KiB, and lists would exceed this limit in a large study. Therefore each list is stored as a vector
-with a JSON text for each element, in a group with the name of the attribute. h5py can read them:
+The attributes ``spec`` and ``provenance`` contain JSON without lists, because an attribute is
+limited to 64 KiB, and lists can be longer in a large study. Each list is stored as a vector with a
+JSON text for each element, in a group with the name of the attribute. h5py can read them:
 
     spec = json.loads(file.attrs["spec"])
     for key, rows in file.get("spec", {}).items():
@@ -282,8 +282,8 @@ def _check_frame(name: str, group: h5py.Group) -> None:
     expected = (rows.size, columns.size)
     if values.shape != expected or values.dtype.kind not in "fiu":
         raise ValueError(
-            f"{name!r} must contain numbers and have the shape {expected}, because there are as "
-            f"many row and column ids. It has {_described(values)}"
+            f"{name!r} must contain numbers of shape {expected} to match its row and column ids, "
+            f"but it has {_described(values)}"
         )
     if values.dtype == np.int8:
         scales = dataset_in(group.file, scales_of(name))

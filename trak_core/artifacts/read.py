@@ -50,7 +50,7 @@ def _first_line(error: Exception) -> str:
 
 
 class Artifact:
-    """An artifact that is read. Use ``open_artifact`` to get one whose metadata was checked.
+    """A file to read. ``open_artifact`` checks its metadata and returns it.
 
     The file is opened when it is read. Only the 64 files that were read last stay open, because an
     open HDF5 file takes 0.8 MB, and most systems limit a process to 1,024 open files.
@@ -93,8 +93,8 @@ class Artifact:
         if file is None:
             while len(self._open) >= _MOST_OPEN:
                 next(iter(self._open)).close()
-            # Without a chunk cache, because each block is read only once. Without a lock, because a
-            # complete file does not change, and some disks do not support locks.
+            # A chunk cache would be useless, because each block is read only once. A lock would be
+            # useless, because a complete file does not change, and some disks do not support locks.
             file = h5py.File(self.path, "r", rdcc_nbytes=0, locking=False)
             if _signature(self.path) != self._seen:
                 file.close()
@@ -286,7 +286,7 @@ def read_frame(path: Path, key: str) -> tuple[np.ndarray, list[Any], list[Any]]:
             parts = [f"{key}/{part}" for part in ("block0_values", "axis1", "axis0")]
             if any(part not in file for part in parts) or f"{key}/block1_values" in file:
                 holds = ", ".join(file) or "nothing"
-                raise ValueError(f"{holds}, not in pandas' fixed layout, or of several dtypes")
+                raise ValueError(f"{holds}, but no frame of one dtype in pandas' fixed layout")
             for name in (key, *parts):
                 check_stored(file, name)
             values, index, columns = (np.asarray(dataset_in(file, part)) for part in parts)
@@ -296,7 +296,7 @@ def read_frame(path: Path, key: str) -> tuple[np.ndarray, list[Any], list[Any]]:
             raise ValueError(f"values of {values.dtype}, ids of {index.dtype} and {columns.dtype}")
         if values.shape != (len(index), len(columns)) or not np.isfinite(values).all():
             size = f"{len(index)} rows and {len(columns)} columns"
-            raise ValueError(f"{values.shape} values for {size}, or NaN among them")
+            raise ValueError(f"values of shape {values.shape} for {size}, or values that are NaN")
     except MemoryError:
         raise
     except Exception as error:  # A damaged file can cause errors of any type.

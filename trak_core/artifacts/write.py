@@ -37,8 +37,7 @@ if TYPE_CHECKING:  # Most jobs write no table and do not import pandas.
     import pandas as pd
 
 _Table = dict[str, np.ndarray]  # the columns of a table, by name
-# A column of a stored table, as ``table_columns`` needs it: its name, field, and index in the
-# field.
+# The name of a column, its field in the stored table, and its index within the field.
 _Column = tuple[str, str, int]
 _PIECE_ROWS = 2**18  # rows of a table that pandas writes at a time, which limits its memory
 _PANDAS_VERSION = "0.15.2"  # version of pandas' HDF5 layout; pandas 3 does not write this attribute
@@ -240,7 +239,7 @@ def _put_table(path: Path, key: str, rows: _Table, searchable: list[str]) -> lis
 
 
 def _reads_back(path: Path, key: str, rows: _Table, columns: list[_Column]) -> bool:
-    """Return whether a table was written correctly, because PyTables hides failed writes."""
+    """Return whether a table reads back correctly. PyTables does not report failed writes."""
     try:
         with h5py.File(path, locking=False) as file:
             table: Any = file[f"{key}/table"]

@@ -1,8 +1,8 @@
 """Compute 95 % confidence intervals of means and of bootstrap draws for small samples.
 
 Percentile intervals of the bootstrap are too short for small samples. With five training runs, they
-contain the true mean in only 83 % of cases. Therefore variances are computed with the divisor n -
-1, intervals use Student's quantile, and independent variances are added by Welch's formula.
+contain the true mean in only 83 % of cases. Therefore variances are computed with the divisor
+n - 1, intervals use Student's quantile, and independent variances are added by Welch's formula.
 
 Source: Welch, "The generalization of 'Student's' problem when several different population
     variances are involved", Biometrika 34, 1947; Hesterberg, "What Teachers Should Know About the

@@ -156,8 +156,8 @@ def weighted_sums(
     """Return weighted sums of training features, and weighted normal matrices, in one pass.
 
     For the features Phi (n, k), the sums are (masks * w) Phi for each w in ``weights``, shape
-    (len(weights), S, k). The matrices are Phi^T diag(w) Phi for each w in ``squared``, shape (k,
-    k). All w have shape (n,). ``subset_sums`` describes the other arguments.
+    (len(weights), S, k). The matrices are Phi^T diag(w) Phi for each w in ``squared``, each of
+    shape (k, k). All w have shape (n,). ``subset_sums`` describes the other arguments.
     """
     sums = np.zeros(())
 

@@ -180,8 +180,8 @@ def group_interval(
     """
     if n_runs > 1:
         # The mean over the SAMPLE_DRAWS draws with the same runs still varies with these draws.
-        # This variance is subtracted, so that only the variance between runs remains. The factor R
-        # / (R - 1) for R runs makes the variance of the bootstrap unbiased.
+        # This variance is subtracted, so that only the variance between runs remains. For R runs,
+        # the factor R / (R - 1) makes the variance of the bootstrap unbiased.
         remainder = _within_runs(draws) / SAMPLE_DRAWS
         runs = np.maximum(np.nanvar(_run_means(draws), axis=-1, ddof=1) - remainder, 0)
         samples += Chance(runs * n_runs / (n_runs - 1), np.full(runs.shape, n_runs - 1.0))

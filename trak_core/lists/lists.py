@@ -154,8 +154,7 @@ def copies(
     ids are not enough, because training samples and targets may both be numbered from 0.
     """
     cosines = np.minimum(neighbours.scores.astype(np.float64), 1)
-    # A row that does not count as a neighbour has the cosine -inf. There may be fewer than five
-    # rows.
+    # Rows that are not neighbours have the cosine -inf, and there may be fewer than five rows.
     last = np.isfinite(cosines).sum(axis=0) - 1
     farthest = np.take_along_axis(cosines, np.maximum(last, 0)[None], axis=0)[0]
     distance = 1 - cosines[0]

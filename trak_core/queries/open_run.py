@@ -88,9 +88,9 @@ class OpenRun(FittedAttributor):
             return self.target(sample_id, experiment).sample
         if sample_id not in self._places:
             raise InputError(
-                f"The id must belong to a training sample, or to a target of the argument "
-                f"`experiment`. Found {sample_id!r}. There are {len(self._train.ids)} training "
-                f"samples, such as {self._train.ids[0]!r}.",
+                "The id must belong to a training sample or, with the argument `experiment`, to a "
+                f"target. Found {sample_id!r}. There are {len(self._train.ids)} training samples, "
+                f"such as {self._train.ids[0]!r}.",
                 code="queries.no_sample",
             )
         with self._at_work(), users_code(f"reading sample {sample_id}"):
@@ -220,9 +220,8 @@ class OpenRun(FittedAttributor):
             yield from self.answers(half, k, tokens=tokens)
 
     def _answers(self, group: Sequence[Asked], k: int, *, tokens: bool) -> list[Answer]:
-        # Ids of several samples can have different types, which a table cannot store. Therefore
-        # they are replaced by positions. A single sample keeps its id, which error messages
-        # contain.
+        # Ids of several samples can have different types, which a table cannot store. They are
+        # replaced by positions. A single sample keeps its id, which error messages contain.
         ids: Any = [group[0].id] if len(group) == 1 else [*range(len(group))]
         scores = self.score(Split([asked.sample for asked in group], ids), top=k)
         token_scores = self._tokens(group, scores, k) if tokens else None

@@ -39,7 +39,7 @@ def as_of_class(asked: Asked, label: str, study: Study, model_output: str) -> As
     if not about_output(model_output).labels_are_classes:
         raise InputError(
             "A label can be replaced only if labels are classes. The model output "
-            f"{model_output} is not for classes.",
+            f"{model_output} has other labels.",
             code="queries.label",
         )
     names = study.class_names()

@@ -107,7 +107,7 @@ class Answer:
 
     @property
     def is_mean(self) -> bool:
-        """Whether targets are means or differences of means over samples, instead of samples."""
+        """Whether the target is a mean over samples, or a difference of means."""
         return MEAN_OF in self.experiment.tables["targets"]
 
     @property

@@ -57,7 +57,7 @@ class File:
         return next(iter(rows_with(self.tables[table], **values)), None)
 
     def strongest(self, target: Any, sign: int) -> list[Any]:
-        """Return the strongest influences on a target whose scores have the sign 1 or -1."""
+        """Return the strongest influences on a target with positive (1) or negative (-1) scores."""
         return rows_with(self.tables["top_influences"], target_id=target, sign=sign)
 
 
@@ -100,7 +100,7 @@ class Results:
 
     @property
     def spec(self) -> Mapping[str, Any]:
-        """The settings of an experiment. Only settings of targets differ between experiments."""
+        """The settings of the first experiment. All have the same checkpoints and scoring."""
         return self.experiments[0].spec
 
     @property
@@ -260,8 +260,8 @@ def side_by_side(experiments: Sequence[File]) -> list[dict[str, Any]]:
 
     A sample stands out in an experiment if it is among the strongest samples of a shown target or
     among the 100 most harmful samples. The score of a sample in an experiment is its help minus its
-    harm. Its strength is the sum over experiments of |score|, divided by the largest |score| of the
-    experiment.
+    harm. To compute the strength of a sample, |score| is divided by the largest |score| in the
+    experiment, and summed over experiments.
 
     Returns:
         For each sample a mapping with the keys ``id``, ``label`` and ``moved``. ``moved`` is a list
@@ -311,7 +311,7 @@ def condition_number(matrix: File, damping: float) -> float:
     ends = matrix.attributes
     added = damping * ends["mean_squared_norm"]
     largest, smallest = ends["largest"] + added, ends["smallest"] + added
-    # An eigenvalue below this bound is a rounding error of float64, and it could also be 0.
+    # In float64, an eigenvalue below this bound cannot be distinguished from 0.
     return largest / max(smallest, largest * 2.0**-52)
 
 

@@ -33,8 +33,7 @@ from trak_core.report.read_results import (
 from trak_core.settings import EXACT, Combine
 
 # The limits at which warnings are shown. Features are float32, with a relative error of 6e-8. A
-# condition number of 1e6 can increase this error to 6 %, so the second digit of a score may be
-# wrong.
+# condition number of 1e6 can increase this error to 6 % of a score.
 LIMITS = {"checkpoints": 5, "loss_weight": NEAR_ZERO, "condition": 1e6, "targets": ENOUGH_TARGETS}
 # With fewer targets, the standard deviation of model outputs over targets is too uncertain.
 _ENOUGH_TARGETS = 8
@@ -266,7 +265,7 @@ def _environment() -> Environment:
 
 
 def script_hash(template: str) -> str:
-    """Return the hash of a script. The security policy of a page allows only scripts by hash."""
+    """Return the hash of a script, with which the security policy of a page allows the script."""
     script = _environment().get_template(template).render()
     return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"
 
