@@ -248,7 +248,7 @@ def test_targets_are_given_by_id(here, capsys):
     assert f"  {asked.max():+.3g}  train {asked.idxmax()}" in out
     with pytest.raises(SystemExit):
         main(["ask", "mine.yaml", "--target", "patient-1"])
-    assert "Found patient-1. There are" in capsys.readouterr().err
+    assert "Found patient-1. Targets have" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
