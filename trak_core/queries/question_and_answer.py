@@ -1,4 +1,4 @@
-"""Represent a sample whose model output is to be explained, and the answer to this question."""
+"""Represent a sample to explain, and the answer with its strongest training samples."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from trak_core.study.study import Study
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A sample whose model output is to be explained.
+    """A sample to explain, with its id.
 
     ``fields`` contains the fields of the line from which the study encoded the sample. If the label
     of the sample was replaced, ``own_label`` is the name or number of its original class.
