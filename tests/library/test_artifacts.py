@@ -288,7 +288,7 @@ def test_numbers_that_are_not_finite_are_never_written(tmp_path, bad):
 
 def test_a_matrix_that_was_not_filled_is_never_written(tmp_path):
     with (
-        pytest.raises(ValueError, match="has 299 of 300 rows"),
+        pytest.raises(ValueError, match="only 299 of 300 rows"),
         create(tmp_path / "a.h5", SCORES, {}, {}) as file,
     ):
         file.matrix("scores", range(300), range(2))[:299] = 1
@@ -298,7 +298,7 @@ def test_a_matrix_that_was_not_filled_is_never_written(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (None, "Found nothing"),
+        (None, "There is no file"),
         (b"", "must be complete"),
         (b"not HDF5" * 99, "must be complete"),
         ({}, "Missing: train"),

@@ -249,7 +249,7 @@ def test_targets_are_given_by_id(here, capsys):
     assert f"  {asked.max():+.3g}  train {asked.idxmax()}" in out
     with pytest.raises(SystemExit):
         main(["ask", "mine.yaml", "--target", "patient-1"])
-    assert "Found patient-1. There are" in capsys.readouterr().err
+    assert "Found patient-1. Targets have" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -298,12 +298,12 @@ def test_an_unfinished_or_changed_run_is_refused(tmp_path, monkeypatch):
         check()
     restore()
     change("mine.yaml", b"proj_dim: 16", b"proj_dim: 8")
-    with pytest.raises(SystemExit, match="of another projection"):
+    with pytest.raises(SystemExit, match="with another projection"):
         main(["ask", "mine.yaml", "--target", "patient-342"])
     restore()
     for key, value in (("damping", "3"), ("loss_weight_power", "0.25")):
         change("mine.yaml", b"study:", f"scoring: {{{key}: {value}}}\nstudy:".encode())
-        with pytest.raises(SystemExit, match=rf"scores/\w+.h5 of another {key}"):
+        with pytest.raises(SystemExit, match=rf"scores/\w+.h5 was computed with another {key}"):
             main(["ask", "mine.yaml", "--target", "patient-342"])
         restore()
     (results / "normal_matrix/other.h5").unlink()

@@ -1,9 +1,9 @@
 """Read and write HDF5 artifacts, format 2.
 
-A file is either complete under its final name, or does not exist. It contains the settings that
-determine its content (``spec``), the software and device (``provenance``), and a hash of its
-content. Matrices have pandas' *fixed* frame layout: ``pandas.read_hdf(path, key)`` returns a
-labelled frame, and h5py reads an ordinary chunked dataset, ``<key>/block0_values``.
+An artifact gets its final name only when it is complete. It contains the settings that determine
+its content (``spec``), the software and the device that computed it (``provenance``), and a hash of
+its content. Matrices are stored in pandas' *fixed* layout, from which
+``pandas.read_hdf(path, key)`` returns a labelled frame. h5py reads ``<key>/block0_values``.
 """
 
 from trak_core.artifacts.check_consistency import (

@@ -10,15 +10,17 @@ from trak_core.artifacts.format import TARGETS, ArtifactError
 from trak_core.artifacts.read import Artifact, open_artifact
 from trak_core.settings import FeaturesSpec, RetrainedSpec, ScoresSpec
 
-# The spec's keys that must be equal in a checkpoint's training file and its targets' file.
+# For each checkpoint, the file of training samples and the file of targets must have the same
+# values for these keys of ``spec``.
 _SHARED = ("projection", "parameters_digest", "parameter_patterns", "model_output", "checkpoint")
 _SHARED += ("dtype", "study_digest")
 
 
 def check_same(part: str, expected: Any, actual: Any, file: Artifact) -> None:
-    """Raise an error if a value in a file, ``actual``, differs from the ``expected`` one.
+    """Raise an error if the value ``actual`` in a file differs from ``expected``.
 
-    ``part`` is the value's name in the message, which shows only the keys of dicts that differ.
+    ``part`` names the value in the error message. If the values are dicts, the message shows only
+    the entries that differ.
     """
     if expected == actual:
         return
@@ -27,7 +29,7 @@ def check_same(part: str, expected: Any, actual: Any, file: Artifact) -> None:
         keys = sorted(key for key in union if expected.get(key) != actual.get(key))
         expected, actual = ({key: spec.get(key) for key in keys} for spec in (expected, actual))
     raise ArtifactError(
-        f"{file.path}: files to be combined must agree on the {part}. Expected "
+        f"{file.path}: files that are used together must agree on the {part}. Expected "
         f"{str(expected)[:200]}, found {str(actual)[:200]}. Delete the file and run snakemake "
         f"again, so that rule {file.kind.rule} remakes it.",
         code="artifacts.other_file",
@@ -37,13 +39,15 @@ def check_same(part: str, expected: Any, actual: Any, file: Artifact) -> None:
 def check_made_for(
     artifact: Artifact, spec: FeaturesSpec | ScoresSpec, *, may_be_shard: bool = False
 ) -> None:
-    """Raise an error if a file was written for another config, or is a shard but must not be one.
+    """Raise an error if an artifact was written for another config.
 
-    Snakemake does not notice this if the job that wrote the file ran longer than Snakemake.
+    Snakemake does not notice such a file if the job that wrote it ended after Snakemake itself. A
+    shard, which contains only some of the samples, also raises an error unless ``may_be_shard``.
     """
     if not may_be_shard:
-        check_same("rows: the whole split", None, artifact.spec.get("shard"), artifact)
-    # If the spec lacks one of these keys and the file has it, they do not match.
+        check_same("shard (None for a whole split)", None, artifact.spec.get("shard"), artifact)
+    # Keys that the spec leaves out are compared too, because a file that has such a key was written
+    # for other settings.
     expected: dict[str, Any] = dict.fromkeys(FeaturesSpec.LEFT_OUT) | spec.as_dict()
     actual = {key: artifact.spec.get(key) for key in expected}
     if isinstance(actual["projection"], dict):
@@ -54,14 +58,14 @@ def check_made_for(
 
 
 def check_retrained(artifact: Artifact, spec: RetrainedSpec, **more: Any) -> None:
-    """Raise an error if models were retrained for another spec or other values of ``more``."""
+    """Raise an error if models were retrained with settings other than ``spec`` and ``more``."""
     expected = spec.as_dict() | more
     actual = {key: artifact.spec.get(key) for key in expected}
     check_same("settings of the current config", expected, actual, artifact)
 
 
 def selected_ids(paths: Sequence[Path], spec: FeaturesSpec) -> list[Any] | None:
-    """Return the ids of selected targets from the first file, or None if there are no files."""
+    """Return the ids of the selected targets from the first file, or None if there is no file."""
     for path in paths:
         with open_artifact(path, TARGETS) as file:
             digest = file.spec.get("targets_digest")
@@ -71,7 +75,10 @@ def selected_ids(paths: Sequence[Path], spec: FeaturesSpec) -> list[Any] | None:
 
 
 def check_splits(train: Artifact, targets: Artifact, spec: ScoresSpec) -> dict[str, Any]:
-    """Return the values that the specs of both splits share, or raise an error if they differ."""
+    """Return the settings that a file of training samples and a file of targets must share.
+
+    Raise an error if these settings, such as the projection, differ between the two files.
+    """
     check_made_for(train, spec.of_train())
     check_made_for(targets, spec.of_targets())
     shared, actual = ({key: file.spec.get(key) for key in _SHARED} for file in (train, targets))
@@ -80,16 +87,17 @@ def check_splits(train: Artifact, targets: Artifact, spec: ScoresSpec) -> dict[s
 
 
 def check_together(parts: Sequence[Artifact], spec: ScoresSpec) -> None:
-    """Raise an error if score files differ in experiment, settings or samples, or from ``spec``.
+    """Raise an error if the score files of checkpoints cannot be averaged.
 
-    ``parts`` contains one file for each checkpoint, in the order of ``spec.checkpoints``.
+    All files must have the settings of ``spec`` and the same samples. ``parts`` contains one file
+    for each checkpoint, in the order of ``spec.checkpoints``.
     """
     first = parts[0]
     for part, checkpoint in zip(parts, spec.checkpoints, strict=True):
         check_made_for(part, spec.under(checkpoint))
         expected, actual = (file.spec.get("parameters_digest") for file in (first, part))
         check_same("names and shapes of parameters", expected, actual, part)
-        # The stream differs between checkpoints.
+        # The stream of random numbers is different for each checkpoint, so it is not compared.
         expected, actual = (file.spec["projection"] | {"stream": None} for file in (first, part))
         check_same("projection", expected, actual, part)
         # The study's data files may have changed between the jobs of two checkpoints.

@@ -1,11 +1,11 @@
-"""Define the file format: kinds of files, layout, JSON objects and content hash.
+"""Define the file format of artifacts: kinds of files, layout, JSON objects and content hash.
 
-Each dataset has Fletcher-32 checksums. The layout of HDF5 1.10 adds checksums of all metadata.
+Each dataset has Fletcher-32 checksums, and the layout of HDF5 1.10 has checksums of all metadata.
 Therefore h5py and pandas detect a flipped bit when they read it.
 
 The attributes ``spec`` and ``provenance`` contain JSON without lists, because an attribute is
-limited to 64 KiB, and lists grow with a study. Each list is a vector in a group with the name of
-the attribute, with one JSON text for each element. h5py is enough to read them:
+limited to 64 KiB, and lists can be longer in a large study. Each list is stored as a vector with a
+JSON text for each element, in a group with the name of the attribute. h5py can read them:
 
     spec = json.loads(file.attrs["spec"])
     for key, rows in file.get("spec", {}).items():
@@ -26,20 +26,21 @@ import numpy as np
 from trak_core.errors import InputError
 
 VERSION = 2
-# Earlier layouts have no checksums of metadata, and the HDF5 of PyTables cannot read later ones.
+# Earlier versions of the HDF5 layout have no checksums of metadata, and the HDF5 library of
+# PyTables cannot read later versions.
 LIBVER = ("v110", "v110")
 
 
 @dataclass(frozen=True, slots=True)
 class ArtifactKind:
-    """A kind of file.
+    """A kind of artifact file.
 
-    ``samples`` contains, for each vector of ids, the vectors that must have the same length.
+    ``samples`` maps the name of a vector of ids to the vectors that must have the same length.
     """
 
-    encoding_type: str  # the file's attribute ``encoding-type``
+    encoding_type: str  # the value of the file's attribute ``encoding-type``
     keys: tuple[str, ...]  # names of datasets and groups that the file must contain
-    rule: str  # the rule that writes the file
+    rule: str  # the name of the workflow rule that writes the file
     samples: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
 
 
@@ -65,7 +66,7 @@ CHECKPOINT_SCORES = ArtifactKind(
 GRAMIAN = ArtifactKind(
     "trak-gramian", ("gramian", "outputs", "sample_ids"), "compute_gramian", _OF_SAMPLES
 )
-# Without a projection, another rule writes these files.
+# If gradients are not projected, another rule writes the scores of checkpoints.
 EXACT_SCORES = replace(CHECKPOINT_SCORES, rule="compute_exact_scores")
 SCORES = ArtifactKind("trak-scores", ("top_influences", "targets", "train"), "average_scores")
 SCORES_SHARD = ArtifactKind("trak-scores-shard", (), "average_scores_shard")
@@ -80,25 +81,25 @@ TOKEN_SCORES = ArtifactKind("trak-token-scores", ("tokens", "layers"), "compute_
 _TABLES = ("summary", "targets", "checkpoints")
 EVALUATION = ArtifactKind("trak-evaluation", _TABLES, "evaluate_scores")
 REMOVALS = ArtifactKind("trak-evaluation", ("summary", "targets"), "compare_removals")
-# ``verify`` determines the kind of a file from its encoding type and keys.
+# The function ``verify`` uses the first kind here with the encoding type and the keys of a file.
 KINDS = (FEATURES, NORMAL_MATRIX, GRAMIAN, CHECKPOINT_SCORES, SCORES, SCORES_SHARD, RETRAINED)
 KINDS += (EMBEDDINGS, SELF_INFLUENCE, ANSWERS, GROUPS, OUTPUTS, TARGETS, TOKEN_SCORES)
-KINDS += (EVALUATION, REMOVALS)  # ``verify`` uses the first kind whose keys a file has.
+KINDS += (EVALUATION, REMOVALS)  # EVALUATION must be first, because it has all keys of REMOVALS.
 
 
 class ArtifactError(InputError):
-    """The error for a file that is missing, damaged, or not what its reader needs."""
+    """The error for an artifact that is missing, damaged, or not the one that is needed."""
 
 
 def ids_array(ids: Sequence[Any] | np.ndarray) -> np.ndarray:
-    """Return ids in their stored form: integers, or UTF-8 strings of a fixed length."""
+    """Return ids as a file stores them: integers, or UTF-8 strings of a fixed length."""
     if not isinstance(ids, np.ndarray) and all(isinstance(i, str) for i in ids):
         return np.array([i.encode() for i in ids], dtype="S")
     return np.asarray(ids)
 
 
 def plain_ids(stored: np.ndarray) -> list[Any]:
-    """Return stored ids as Python integers or strings."""
+    """Return ids that were read from a file as Python integers or strings."""
     values = stored.tolist()
     return [i.decode() for i in values] if stored.dtype.kind == "S" else values
 
@@ -121,17 +122,17 @@ new_hash = partial(hashlib.blake2b, digest_size=16)
 
 
 def add_rows(digest: "hashlib.blake2b", name: str, block: np.ndarray) -> None:
-    """Add rows of a dataset to its hash. Raise a ``ValueError`` if a number is not finite."""
+    """Add rows of a dataset to a hash. Raise a ``ValueError`` if a number is not finite."""
     if not _is_finite(block):
         raise ValueError(f"{name!r} contains NaN or infinity")
     digest.update(np.ascontiguousarray(block).data)
 
 
 def content_hash(file: h5py.File, known: Mapping[str, str] | None = None) -> str:
-    """Return a hash of names, attributes, dtypes, shapes and values in a file: 32 hex digits.
+    """Return a hash of all names, attributes, dtypes, shapes and values in a file.
 
-    Datasets whose hash of values is in ``known`` are not read. A ``ValueError`` is raised for
-    numbers that are not finite.
+    The hash has 32 hexadecimal digits. ``known`` contains hashes of the values of some datasets,
+    which are then not read. A number that is NaN or infinite raises a ``ValueError``.
     """
     digest, known = new_hash(), known or {}
 
@@ -155,7 +156,7 @@ def content_hash(file: h5py.File, known: Mapping[str, str] | None = None) -> str
 
 
 def put_attributes(node: h5py.Group | h5py.Dataset, **attributes: Any) -> None:
-    """Write attributes. Texts become UTF-8 strings of fixed length, which PyTables requires."""
+    """Write attributes, with texts as UTF-8 strings of fixed length, as PyTables requires."""
     for name, value in attributes.items():
         if isinstance(value, str):
             text = value.encode()
@@ -166,25 +167,25 @@ def put_attributes(node: h5py.Group | h5py.Dataset, **attributes: Any) -> None:
 
 
 def write_object(file: h5py.File, name: str, value: Mapping[str, Any]) -> None:
-    """Write plain values as a JSON attribute, and lists as datasets."""
+    """Write a mapping of plain values: lists as datasets, and the rest as an attribute."""
     lists = {key: part for key, part in value.items() if isinstance(part, list | tuple)}
     others = {key: part for key, part in value.items() if key not in lists}
     put_attributes(file, **{name: json.dumps(others, sort_keys=True)})
     group = file.create_group(name) if lists else file
-    for key in sorted(lists):  # json.dumps returns ASCII
+    for key in sorted(lists):  # The dtype S can store the texts, because json.dumps returns ASCII.
         texts = [json.dumps(element, sort_keys=True).encode() for element in lists[key]]
         put_vector(group, key, np.array(texts, dtype="S"))
 
 
 def put_vector(group: h5py.Group, name: str, values: np.ndarray, chunk: int | None = None) -> Any:
-    """Write values to a new dataset, with checksums unless it is empty."""
+    """Write values to a new dataset, which has checksums unless it is empty."""
     chunks = (min(len(values), chunk or len(values)),)
     stored: dict[str, Any] = {"chunks": chunks, "fletcher32": True} if len(values) else {}
     return group.create_dataset(name, data=values, **stored)
 
 
 def read_object(file: h5py.File, name: str) -> dict[str, Any]:
-    """Return the values that ``write_object`` wrote."""
+    """Return the mapping that ``write_object`` wrote under the given name."""
     text = file.attrs[name]
     value: dict[str, Any] = json.loads(text.decode() if isinstance(text, bytes) else str(text))
     lists: Any = file.get(name, {})
@@ -192,17 +193,18 @@ def read_object(file: h5py.File, name: str) -> dict[str, Any]:
 
 
 def scales_of(key: str) -> str:
-    """Return the name of the vector with the scales of the rows of an int8 frame."""
+    """Return the name of the vector with a scale for each row of the int8 matrix ``key``."""
     return f"{key}_scales"
 
 
 def scaled_integers(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return rows quantized to int8, (n, k), and a float32 scale for each row, (n,).
+    """Return rows quantized to int8, shape (n, k), and a float32 scale for each row, shape (n,).
 
-    The rows are approximately ``integers * scales[:, None]``. The entry of a row with the largest
-    absolute value becomes 127 or -127. Scales are rounded up to 17 significant bits, so that each
-    product is exact in float32, and quantizing the products again returns the same integers. Rows
-    of zeros have scale 0. Rows with NaN, infinity, or entries close to the maximum have scale NaN.
+    The rows are approximately ``integers * scales[:, None]``. In each row, the entry with the
+    largest absolute value becomes 127 or -127. Scales are rounded up to 17 significant bits.
+    Therefore the products are exact in float32, and they would be quantized to the same integers
+    again. A row of zeros has the scale 0. A row with NaN, infinity, or numbers close to the maximum
+    of float32 has the scale NaN.
     """
     most = np.abs(rows).max(axis=1, initial=0).astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -218,10 +220,10 @@ def scaled_integers(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def table_columns(
     table: h5py.Dataset, columns: Iterable[tuple[str, str, int]], read: slice = slice(None)
 ) -> dict[str, Any]:
-    """Return columns of a table that pandas wrote, by name.
+    """Return the columns of a table that pandas wrote, by name.
 
-    ``columns`` contains the name of each column, its field in the stored table, and its index in
-    that field, which can be a block of columns. ``read`` selects rows.
+    pandas stores several columns of a table in one field. ``columns`` contains the name of each
+    column, its field, and its index within the field. ``read`` selects rows.
     """
     rows, values = table[read], {}
     for name, field_name, index in columns:
@@ -231,14 +233,14 @@ def table_columns(
     return values
 
 
-_MOST_UNPACKED = 1032  # the largest compression ratio of zlib
+_MOST_UNPACKED = 1032  # the largest compression ratio that zlib can reach
 _PLAIN_FILTERS = {h5py.h5z.FILTER_FLETCHER32, h5py.h5z.FILTER_SHUFFLE}
 
 
 def check_stored(file: h5py.File, name: str) -> None:
-    """Raise a ``ValueError`` for a link, or for a dataset whose values are not all in the file.
+    """Raise a ``ValueError`` if an object is a link, or a dataset that lacks some of its values.
 
-    HDF5 returns zeros for values that the shape requires but the file lacks.
+    HDF5 would return zeros for values that a file does not contain.
     """
     if not isinstance(file.get(name, getlink=True), h5py.HardLink):
         raise ValueError(f"{name!r} is a link to another object")
@@ -261,7 +263,7 @@ def check_stored(file: h5py.File, name: str) -> None:
 def dataset_in(file: h5py.Group, name: str) -> h5py.Dataset:
     node = file.get(name)
     if not isinstance(node, h5py.Dataset):
-        raise ValueError(f"{name!r} must be a dataset, found {type(node).__name__}")
+        raise ValueError(f"{name!r} must be a dataset, but it is {type(node).__name__}")
     return node
 
 
@@ -275,22 +277,22 @@ def _check_frame(name: str, group: h5py.Group) -> None:
     for axis in (rows, columns):
         if axis.ndim != 1 or axis.dtype.kind not in "iuS":
             raise ValueError(
-                f"{axis.name!r} must be a vector of integers or strings, found {_described(axis)}"
+                f"{axis.name!r} must be a vector of integers or strings, but has {_described(axis)}"
             )
     expected = (rows.size, columns.size)
     if values.shape != expected or values.dtype.kind not in "fiu":
         raise ValueError(
-            f"{name!r} must have numbers of shape {expected}, the numbers of ids, found "
-            f"{_described(values)}"
+            f"{name!r} must contain numbers of shape {expected} to match its row and column ids, "
+            f"but it has {_described(values)}"
         )
     if values.dtype == np.int8:
         scales = dataset_in(group.file, scales_of(name))
         if scales.shape != rows.shape or scales.dtype != np.float32:
-            raise ValueError(f"{scales.name!r} must have {rows.size} scales of dtype float32")
+            raise ValueError(f"{scales.name!r} must contain {rows.size} scales of dtype float32")
 
 
 def check_layout(file: h5py.File, kind: ArtifactKind) -> None:
-    """Raise a ``ValueError`` for frames and vectors that do not match their ids."""
+    """Raise a ``ValueError`` if the shape of a matrix or vector does not match its ids."""
     for name, node in file.items():
         if isinstance(node, h5py.Group) and "block0_values" in node:
             _check_frame(name, node)
@@ -304,6 +306,6 @@ def check_layout(file: h5py.File, kind: ArtifactKind) -> None:
             vector = dataset_in(file, name)
             if vector.shape != (size,) or vector.dtype.kind not in "fiubS":
                 raise ValueError(
-                    f"{name!r} must have one entry for each of the {size} {ids!r}, found "
+                    f"{name!r} must have one entry for each of the {size} {ids!r}, but it has "
                     f"{_described(vector)}"
                 )

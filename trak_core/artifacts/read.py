@@ -1,6 +1,6 @@
 """Read and check artifacts, and read frames that users wrote with pandas.
 
-Nothing is unpickled. HDF5 verifies the checksums of the parts that are read.
+No pickled data are loaded, because they could run code. HDF5 verifies checksums while it reads.
 """
 
 import contextlib
@@ -50,23 +50,23 @@ def _first_line(error: Exception) -> str:
 
 
 class Artifact:
-    """A file whose metadata was checked, open for reading. See ``open_artifact``.
+    """A file to read. ``open_artifact`` checks its metadata and returns it.
 
-    The file is opened when it is read. At most 64 files stay open, those that were read last. An
+    The file is opened when it is read. Only the 64 files that were read last stay open, because an
     open HDF5 file takes 0.8 MB, and most systems limit a process to 1,024 open files.
     """
 
-    # The open files, in the order of their last use.
+    # The open files of all artifacts. The file that was used last is at the end.
     _open: ClassVar[dict["Artifact", h5py.File]] = {}
     spec: dict[str, Any]
     provenance: dict[str, Any]
     content_hash: str
 
     def __init__(self, path: Path, kind: ArtifactKind) -> None:
-        """Check that the file exists. ``check_metadata`` sets the other attributes."""
+        """Check that the file exists. ``check_metadata`` reads its spec and other metadata."""
         self.path, self.kind = path, kind
         if not path.is_file():
-            raise self._refused(f"a {kind.encoding_type} file must exist", "Found nothing")
+            raise self._refused(f"a {kind.encoding_type} file must exist", "There is no file")
         self._seen = _signature(path)
 
     def _refused(self, must: str, finding: str) -> ArtifactError:
@@ -88,13 +88,13 @@ class Artifact:
             raise self._refused(must, f"{doing} failed: {_first_line(error)}") from error
 
     def _file(self) -> h5py.File:
-        """Return the file, open until others are read. Raise ``OSError`` if it was replaced."""
+        """Return the open file. Raise an ``OSError`` if it was replaced since the first check."""
         file = self._open.pop(self, None)
         if file is None:
             while len(self._open) >= _MOST_OPEN:
                 next(iter(self._open)).close()
-            # Blocks are read once, so a chunk cache for each checkpoint's file would waste memory.
-            # A complete file does not change, so it needs no lock. Some disks do not support locks.
+            # A chunk cache would be useless, because each block is read only once. A lock would be
+            # useless, because a complete file does not change, and some disks do not support locks.
             file = h5py.File(self.path, "r", rdcc_nbytes=0, locking=False)
             if _signature(self.path) != self._seen:
                 file.close()
@@ -103,12 +103,12 @@ class Artifact:
         return file
 
     def close(self) -> None:
-        """Close the file. It is opened again if it is read again."""
+        """Close the file. Reading the artifact opens it again."""
         with contextlib.suppress(KeyError):
             self._open.pop(self).close()
 
     def check_values(self) -> None:
-        """Check that the file contains all of its values."""
+        """Check that no value of the file's datasets is missing or in another file."""
         with self._explained():
             file, names = self._file(), []
             file.visititems_links(lambda name, _link: names.append(name))
@@ -116,7 +116,7 @@ class Artifact:
                 check_stored(file, name)
 
     def check_metadata(self) -> None:
-        """Check that the file is of its kind, and read its spec, provenance and content hash."""
+        """Check the kind and layout of the file, and read its spec, provenance and hash."""
         name, keys = self.kind.encoding_type, self.kind.keys
         with self._explained():
             file = self._file()
@@ -133,15 +133,15 @@ class Artifact:
 
     @property
     def file(self) -> h5py.File:
-        """The open file. It may be closed when another artifact is read."""
+        """The open file, which may be closed when another artifact is read."""
         try:
             return self._file()
         except OSError as error:
             must = "a file must not change while a job reads it"
-            raise self._refused(must, f"Found: {error}") from error
+            raise self._refused(must, f"Opening it again failed: {error}") from error
 
     def attribute(self, name: str) -> Any:
-        """Return a root attribute, which is a text or a number."""
+        """Return an attribute of the file, which is a text or a number."""
         return _text(np.asarray(self.file.attrs[name]).item())
 
     def _dataset(self, key: str) -> h5py.Dataset:
@@ -156,21 +156,21 @@ class Artifact:
             return self._dataset(key)[rows]
 
     def matrix(self, key: str) -> "Rows":
-        """Return the values of a frame. They are read from the file when they are indexed."""
+        """Return the values of a matrix, which are read from the file when they are indexed."""
         dataset = self._dataset(f"{key}/block0_values")
         scales = scales_of(key) if dataset.dtype == np.int8 else None
         return Rows(self, f"{key}/block0_values", dataset.shape, dataset.dtype, scales)
 
     def index(self, key: str) -> list[Any]:
-        """Return the row ids of a frame."""
+        """Return the row ids of a matrix."""
         return self.ids(f"{key}/axis1")
 
     def columns(self, key: str) -> list[Any]:
-        """Return the column ids of a frame."""
+        """Return the column ids of a matrix."""
         return self.ids(f"{key}/axis0")
 
     def has(self, key: str) -> bool:
-        """Return whether the file contains this key."""
+        """Return whether the file contains a dataset or group named ``key``."""
         with self._explained(f"Looking for {key!r}"):
             return key in self.file
 
@@ -183,11 +183,11 @@ class Artifact:
         return plain_ids(self.vector(key))
 
     def scalar(self, key: str) -> float:
-        """Return a number."""
+        """Return the number that is stored as ``key``."""
         return float(np.asarray(self._read(key, ())))
 
     def table(self, key: str) -> "pd.DataFrame":
-        """Return a table like ``pandas.read_hdf``, but without unpickling."""
+        """Return the table that ``pandas.read_hdf`` returns, without loading pickled data."""
         import pandas as pd
 
         with self._explained(f"Reading {key!r}"):
@@ -197,9 +197,10 @@ class Artifact:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The values of a frame. ``rows[start:stop]`` reads them, and converts int8 to float32.
+    """The values of a matrix in a file. ``rows[start:stop]`` reads rows from the file.
 
-    ``key`` is the dataset of the values, and ``scales`` is that of the rows' scales for int8.
+    ``key`` is the name of the dataset. If its values are int8, ``scales`` is the name of the
+    dataset with a scale for each row, and rows are returned as float32.
     """
 
     artifact: Artifact
@@ -215,7 +216,7 @@ class Rows:
         values = self.artifact._read(self.key, rows)
         if self.scales is None:
             return values
-        # These products are exact in float32.
+        # The products are exact in float32, because scales have few significant bits.
         scales = self.artifact._read(self.scales, rows[0] if isinstance(rows, tuple) else rows)
         return values * (scales[..., None] if np.ndim(values) > np.ndim(scales) else scales)
 
@@ -227,8 +228,8 @@ class Rows:
 def open_artifact(path: Path, kind: ArtifactKind) -> Generator[Artifact, None, None]:
     """Yield an artifact for a ``with`` block, after checking its metadata.
 
-    Damaged numbers raise an error when they are read, unless both the numbers and their checksum
-    became zeros. ``verify`` detects even this case.
+    Damaged numbers raise an error when they are read, unless the numbers and their checksum both
+    became zeros. ``verify`` also detects this case.
 
     Raises:
         ArtifactError: If the file is missing, damaged, incomplete, of another kind or version, or
@@ -255,7 +256,7 @@ def open_artifact(path: Path, kind: ArtifactKind) -> Generator[Artifact, None, N
 
 
 def verify(path: Path) -> ArtifactKind:
-    """Return the kind of a file, after reading the whole file and comparing its content hash."""
+    """Return the kind of an artifact, after checking all of its contents by their hash."""
     artifact = Artifact(path, ArtifactKind("trak-*", (), "of that name"))
     with contextlib.closing(artifact), artifact._explained():
         artifact.check_values()
@@ -274,9 +275,9 @@ def verify(path: Path) -> ArtifactKind:
 
 
 def read_frame(path: Path, key: str) -> tuple[np.ndarray, list[Any], list[Any]]:
-    """Return values, row ids and column ids of a frame that ``frame.to_hdf`` wrote.
+    """Return the values, row ids and column ids of a frame that ``frame.to_hdf`` wrote.
 
-    The values have shape (rows, columns) and one dtype.
+    The values have shape (rows, columns), and all have the same dtype.
     """
     try:
         with path.open("rb") as raw:
@@ -285,7 +286,7 @@ def read_frame(path: Path, key: str) -> tuple[np.ndarray, list[Any], list[Any]]:
             parts = [f"{key}/{part}" for part in ("block0_values", "axis1", "axis0")]
             if any(part not in file for part in parts) or f"{key}/block1_values" in file:
                 holds = ", ".join(file) or "nothing"
-                raise ValueError(f"{holds}, not in pandas' fixed layout, or of several dtypes")
+                raise ValueError(f"{holds}, but not in pandas' fixed layout, or of several dtypes")
             for name in (key, *parts):
                 check_stored(file, name)
             values, index, columns = (np.asarray(dataset_in(file, part)) for part in parts)
@@ -295,15 +296,15 @@ def read_frame(path: Path, key: str) -> tuple[np.ndarray, list[Any], list[Any]]:
             raise ValueError(f"values of {values.dtype}, ids of {index.dtype} and {columns.dtype}")
         if values.shape != (len(index), len(columns)) or not np.isfinite(values).all():
             size = f"{len(index)} rows and {len(columns)} columns"
-            raise ValueError(f"{values.shape} values for {size}, or NaN among them")
+            raise ValueError(f"values of shape {values.shape} for {size}, or values that are NaN")
     except MemoryError:
         raise
     except Exception as error:  # A damaged file can cause errors of any type.
         raise ArtifactError(
             f"{path}: the file must be readable HDF5 with a complete frame {key!r} of finite "
-            "numbers. Its row ids, and its column ids, must be all integers or all strings. Found: "
-            f"{_first_line(error)}. Write it with `frame.to_hdf(path, key={key!r}, "
-            "format='fixed')`.",
+            "numbers. All row ids must be integers or all must be strings, and so must all column "
+            f"ids. Found: {_first_line(error)}. Write the frame with `frame.to_hdf(path, "
+            f"key={key!r}, format='fixed')`.",
             code="artifacts.frame",
         ) from error
     return values, row_ids, column_ids

@@ -37,11 +37,11 @@ if TYPE_CHECKING:  # Most jobs write no table and do not import pandas.
     import pandas as pd
 
 _Table = dict[str, np.ndarray]  # the columns of a table, by name
-# The name, the field and the index in the field of a column of a stored table (``table_columns``).
+# The name of a column, its field in the stored table, and its index within the field.
 _Column = tuple[str, str, int]
-_PIECE_ROWS = 2**18  # rows of a table that are written at a time, which limits pandas' memory
-_PANDAS_VERSION = "0.15.2"  # version of pandas' HDF5 layout, which pandas 3 no longer writes
-# Attributes that PyTables and pandas need, in the order in which they are stored.
+_PIECE_ROWS = 2**18  # rows of a table that pandas writes at a time, which limits its memory
+_PANDAS_VERSION = "0.15.2"  # version of pandas' HDF5 layout; pandas 3 does not write this attribute
+# Attributes that PyTables and pandas need to read a matrix, in the order in which they are stored.
 _FRAME = {
     **{"CLASS": "GROUP", "VERSION": "1.0", "TITLE": "", "pandas_type": "frame"},
     **{"pandas_version": _PANDAS_VERSION, "encoding": "UTF-8", "errors": "strict"},
@@ -55,13 +55,13 @@ _UNNAMED = {"name": np.bytes_(b"N."), "transposed": np.uint8(1)}
 
 
 def _even(length: int, most: int) -> int:
-    """Return a chunk length: ``most``, or a smaller one if ``most`` causes over 2 % of padding."""
+    """Return the length of chunks: ``most``, or less if this would cause over 2 % of padding."""
     count = -(-length // max(1, most))
     return min(length, most) if count * most <= 1.02 * length else -(-length // max(1, count))
 
 
 class MatrixWriter:
-    """The values of a new frame. Blocks of rows are written in order by ``values[a:b] = block``."""
+    """The values of a new matrix. ``values[start:stop] = block`` writes its rows in order."""
 
     def __init__(self, path: Path, dataset: h5py.Dataset) -> None:
         self._path, self._dataset, self._filled = path, dataset, 0
@@ -89,16 +89,17 @@ class MatrixWriter:
         self._filled = stop
 
     def hexdigest(self) -> str:
-        """Return the hash of the values. Refuse missing rows, which HDF5 would store as zeros."""
+        """Return the hash of the values. Raise a ``ValueError`` if rows were not written."""
         if self._filled < len(self._dataset):
             raise ValueError(
-                f"{self.name!r} must be complete, has {self._filled} of {len(self._dataset)} rows"
+                f"{self.name!r} must be complete, but only {self._filled} of "
+                f"{len(self._dataset)} rows were written"
             )
         return self._hash.hexdigest()
 
 
 def not_finite(path: Path, error: Exception) -> ArtifactError:
-    """Return the error for numbers that are not finite."""
+    """Return the error for numbers in an artifact that are NaN or infinite."""
     return ArtifactError(
         f"{path}: every number of an artifact must be finite, but {error}. Nothing was written.",
         code="artifacts.not_finite",
@@ -107,7 +108,7 @@ def not_finite(path: Path, error: Exception) -> ArtifactError:
 
 @dataclass(slots=True)
 class Writer:
-    """An artifact that is being written. See ``create``."""
+    """The writer of an artifact, which ``create`` returns."""
 
     path: Path
     file: h5py.File
@@ -123,10 +124,11 @@ class Writer:
         dtype: Any = np.float32,
         chunks: tuple[int, int] = (256, 2**14),
     ) -> MatrixWriter:
-        """Return the writer of the values of a new frame of shape (len(index), len(columns)).
+        """Return a writer for the values of a new matrix of shape (len(index), len(columns)).
 
-        ``index`` and ``columns`` are integers or strings. ``chunks`` contains the maximum number of
-        rows and of columns in a chunk. With dtype int8, rows are quantized by ``scaled_integers``.
+        ``index`` and ``columns`` are the row and column ids, integers or strings. ``chunks`` is the
+        maximum number of rows and of columns in a chunk. If ``dtype`` is int8, rows are quantized
+        by ``scaled_integers``.
         """
         group = self.file.create_group(key)
         put_attributes(group, **_FRAME)
@@ -136,7 +138,7 @@ class Writer:
             put_attributes(put_vector(group, name, values), **_AXIS, kind=kind, **_UNNAMED)
         shape = (len(index), len(columns))
         chunks = (_even(shape[0], chunks[0]), _even(shape[1], chunks[1]))
-        # Two rows of chunks fit into HDF5's cache of chunks.
+        # HDF5 caches two rows of chunks. Otherwise it could write a chunk several times.
         cache_bytes = 2 * chunks[0] * max(shape[1], chunks[1]) * np.dtype(dtype).itemsize
         values = group.create_dataset(
             *("block0_values", shape, dtype),
@@ -155,11 +157,11 @@ class Writer:
         put_vector(self.file, key, array, chunk)
 
     def scalar(self, key: str, value: float) -> None:
-        """Write a number in compact layout, in which it has a checksum without being chunked."""
+        """Write a number in the compact layout, in which it has a checksum."""
         compact = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         compact.set_layout(h5py.h5d.COMPACT)
         compact.set_obj_track_times(False)
-        # ``create_dataset`` would ignore the layout of a scalar.
+        # ``create_dataset`` would ignore the layout for a scalar.
         number, space = np.asarray(value), h5py.h5s.create(h5py.h5s.SCALAR)
         kind = h5py.h5t.py_create(number.dtype)
         dataset = h5py.h5d.create(self.file.id, key.encode(), kind, space, compact)
@@ -168,15 +170,16 @@ class Writer:
     def table(
         self, key: str, rows: "pd.DataFrame | Mapping[str, np.ndarray]", searchable: Sequence[str]
     ) -> None:
-        """Write a table with pandas. The ``searchable`` columns can be used in ``where=``.
+        """Write a table with pandas, after all other contents of the file.
 
-        ``rows`` is a frame, or a dict of arrays by column name. pandas writes one piece at a time.
+        ``rows`` is a frame, or a dict of arrays by column name. Readers can select rows by the
+        ``searchable`` columns, with the argument ``where`` of ``pandas.read_hdf``.
         """
         columns = {name: np.asarray(rows[name]) for name in rows}
         if not _length(columns):  # pandas would not write an empty table
             raise ArtifactError(
-                f"{self.path}: the table {key!r} must have rows. Found none. Check whether every "
-                "score is exactly 0.",
+                f"{self.path}: the table {key!r} must have at least one row, but has none. Check "
+                "whether every score is exactly 0.",
                 code="artifacts.no_row",
             )
         self.tables.append((key, columns, list(searchable)))
@@ -187,7 +190,7 @@ def _length(rows: _Table) -> int:
 
 
 def _pieces(rows: _Table) -> Iterator["pd.DataFrame"]:
-    """Yield pieces of the rows of a table as frames."""
+    """Yield the rows of a table as frames of limited size."""
     import pandas as pd
 
     for start in range(0, _length(rows), _PIECE_ROWS):
@@ -197,7 +200,7 @@ def _pieces(rows: _Table) -> Iterator["pd.DataFrame"]:
 
 
 def _widths(rows: _Table, searchable: list[str]) -> dict[str, int]:
-    """Return the largest number of bytes in each field of texts."""
+    """Return the largest number of bytes of a text in each field of a stored table."""
     widths: dict[str, int] = {}
     for name, values in rows.items():
         if values.dtype.kind in "OSTU":
@@ -209,15 +212,16 @@ def _widths(rows: _Table, searchable: list[str]) -> dict[str, int]:
 
 
 def _put_table(path: Path, key: str, rows: _Table, searchable: list[str]) -> list[_Column]:
-    """Return the position of each column in a table, which is first written with pandas.
+    """Return the position of each column in a stored table, after writing the table with pandas.
 
-    pandas stores the positions as a pickle, which readers do not load, because it can run code.
+    pandas also stores the positions, but as a pickle, which readers do not load, because a pickle
+    can run code.
     """
     import pandas as pd
 
-    # Level 0 does not compress, but pandas needs a library's name to write checksums.
+    # pandas writes checksums only if a compression library is named. Level 0 does not compress.
     packing: Any = {"track_times": False, "complib": "zlib", "complevel": 0}
-    # pandas 2 reads texts that equal nan_rep as missing; no text or id contains this character.
+    # pandas 2 reads texts that equal nan_rep as missing values. No text contains this character.
     packing["nan_rep"] = "\x1a"
     if _length(rows) > _PIECE_ROWS:
         packing["min_itemsize"] = _widths(rows, searchable)
@@ -225,7 +229,7 @@ def _put_table(path: Path, key: str, rows: _Table, searchable: list[str]) -> lis
         for piece in _pieces(rows):
             options = {"data_columns": searchable, "index": False, **packing}
             store.put(key, piece, format="table", append=True, **options)
-        # pandas 2 needs this attribute to read a table.
+        # pandas 3 does not write this attribute, but pandas 2 needs it to read a table.
         group: Any = store.get_node(key)
         group._v_attrs.pandas_version = _PANDAS_VERSION
         table: Any = store.get_node(f"{key}/table")
@@ -235,7 +239,7 @@ def _put_table(path: Path, key: str, rows: _Table, searchable: list[str]) -> lis
 
 
 def _reads_back(path: Path, key: str, rows: _Table, columns: list[_Column]) -> bool:
-    """Return whether a table was written correctly. PyTables does not report failed writes."""
+    """Return whether a table reads back correctly. PyTables does not report failed writes."""
     try:
         with h5py.File(path, locking=False) as file:
             table: Any = file[f"{key}/table"]
@@ -259,38 +263,40 @@ def create(
     provenance: Mapping[str, Any],
     **attributes: Any,
 ) -> Generator[Writer, None, None]:
-    """Yield the writer of an artifact, which appears under ``path`` only when it is complete.
+    """Yield the writer of an artifact, for a ``with`` block.
 
-    If an exception is raised, for example because the disk is full or a value is not finite, the
-    temporary file is deleted and ``path`` is unchanged. ``open_artifact`` has an example.
+    The file appears under ``path`` only when it is complete. If an exception is raised, for example
+    because the disk is full or a value is not finite, the temporary file is deleted and ``path``
+    does not change. ``open_artifact`` shows an example.
 
     Args:
-        path: The final name of the file, whose folder is created.
+        path: The final name of the file. Its folder is created if it does not exist.
         kind: The kind of the file.
         spec: All settings that determine the content, as plain values. Lists may have any length.
-            The other values must fit into an attribute (64 KiB).
-        provenance: Software and device, without times, so that repeated runs write equal bytes.
-        attributes: Other root attributes.
+            All other values together must fit into an attribute, which is limited to 64 KiB.
+        provenance: The software and the device that compute the content. It contains no times, so
+            that repeated runs write equal bytes.
+        attributes: Other attributes of the file.
     """
     with atomic_write(path) as partial:
-        # A temporary file needs no lock, which some disks do not support.
+        # No other process uses the temporary file, and some disks do not support locks.
         with h5py.File(partial, "w", libver=LIBVER, locking=False) as file:
             own = {"encoding-type": kind.encoding_type, "encoding-version": VERSION}
             put_attributes(file, **own, **attributes)
             write_object(file, "spec", spec)
             write_object(file, "provenance", provenance)
             writer = Writer(path, file)
-            # After an exception, the file is not finished.
+            # If the block raises an exception, the file must not be finished.
             yield writer  # ruff: ignore[fallible-context-manager]
             known: dict[str, str] = {}
             for matrix in writer.matrices:
                 known[matrix.name] = matrix.hexdigest()
                 if matrix.scales is not None:
-                    # Chunks are small, because a reader of few rows needs few scales.
+                    # With small chunks, a reader of few rows also reads few scales.
                     writer.vector(scales_of(matrix.name.split("/")[0]), matrix.scales, chunk=1024)
             for key, _, _ in writer.tables:
-                file.create_group(key)  # If PyTables created the group, it would store the time.
-        # PyTables has its own HDF5 library, so h5py must close the file first.
+                file.create_group(key)  # PyTables would store the time of creation in its group.
+        # PyTables uses its own copy of the HDF5 library, so h5py must have closed the file.
         fields: dict[str, list[_Column]] = {}
         for key, rows, searchable in writer.tables:
             fields[key] = _put_table(partial, key, rows, searchable)
@@ -305,16 +311,17 @@ def create(
                 raise not_finite(path, error) from error
 
 
-_version = cache(version)  # reading and parsing a distribution's metadata takes 10 ms
+_version = cache(version)  # Reading the metadata of a package takes 10 ms.
 
 
 def software(
     code: str, device: str, *packages: str, made_from: Sequence[dict[str, Any]] = ()
 ) -> dict[str, Any]:
-    """Return the provenance of an artifact as plain values.
+    """Return the provenance of an artifact: the software and device that compute it.
 
-    ``code`` is a digest of the code, and ``packages`` are those whose versions may affect the
-    numbers. ``made_from`` is the provenance of the input files. Equal entries are stored once.
+    ``code`` is a digest of the code, and ``packages`` are the packages whose versions may affect
+    the numbers. ``made_from`` contains the provenance of each input file. Equal entries are
+    returned only once.
     """
     own = {
         "trak-core": __version__,

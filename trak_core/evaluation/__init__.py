@@ -1,1 +1,1 @@
-"""Measure how far scores can be trusted: LDS, intervals, baselines. NumPy and SciPy only."""
+"""Measure how well scores predict retrained models, with intervals and baselines."""

@@ -1,7 +1,7 @@
-"""Compute subset sums of simpler scores, which are the baselines of an evaluation.
+"""Compute simpler scores and their subset sums, which are the baselines of an evaluation.
 
-These scores are label equality, random noise, cosines of embeddings, inner products of gradients,
-and BM25 scores of texts.
+These scores are label equality, random numbers, inner products of gradients, and BM25 scores of
+texts. A subset sum is the sum of a target's scores over a subset of the training samples.
 """
 
 from collections import Counter
@@ -13,21 +13,21 @@ from trak_core.attribution.fitted_checkpoint import ReadRows
 from trak_core.attribution.score_formulas import powered
 from trak_core.evaluation.subset_sums import subset_sums, weighted_sums
 
-# Seed of the random baseline.
+# The seed of the random scores.
 _SEED = 0
-# BM25's usual constants k1 (saturation of word counts) and b (correction for the text's length).
+# The usual constants of BM25, for repeated words (k1) and for the length of a text (b).
 _K1, _B = 1.2, 0.75
 
 
 def label_sums(
     masks: np.ndarray, train_labels: np.ndarray, target_labels: np.ndarray, block: int
 ) -> np.ndarray:
-    """Return subset sums of scores that are 1 if a sample has the target's label, and else 0."""
+    """Return subset sums of scores that are 1 for samples with the target's label, else 0."""
     return subset_sums(masks, lambda i, j: train_labels[i:j, None] == target_labels, block)
 
 
 def random_sums(masks: np.ndarray, n_targets: int, block: int) -> np.ndarray:
-    """Return subset sums of random scores, drawn from a normal distribution."""
+    """Return subset sums of random scores from a standard normal distribution."""
     rng = np.random.default_rng(_SEED)
     return subset_sums(masks, lambda i, j: rng.standard_normal((j - i, n_targets)), block)
 
@@ -39,9 +39,10 @@ def gradient_dot_sums(
     target_features: np.ndarray,
     block: int,
 ) -> np.ndarray:
-    """Return subset sums of Q_i <phi_i, t_j>, which are TracIn's scores without a learning rate.
+    """Return subset sums of loss-weighted inner products of training and target features.
 
-    The arguments are described in ``CheckpointRows``.
+    These products are the scores of TracIn without a learning rate. ``CheckpointRows`` describes
+    the arguments.
 
     Source: Pruthi et al., "Estimating Training Data Influence by Tracing Gradient Descent",
         NeurIPS 2020.
@@ -53,9 +54,10 @@ def gradient_dot_sums(
 def bm25_scores(
     texts: Iterable[Iterable[str]], queries: Iterable[Iterable[str]]
 ) -> Iterator[np.ndarray]:
-    """Yield the BM25 scores of all texts for each query, shape (n,), float64, >= 0.
+    """Yield the BM25 scores of all n texts for each query, shape (n,), float64.
 
-    Texts and queries are given by their words. A word that a query repeats counts once.
+    Texts and queries are given as words. A word counts once, even if a query repeats it. Scores
+    are not negative.
 
     Source: Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond", 2009,
         section 3, with log(1 + (n - df + 0.5) / (df + 0.5)), which is never negative.
@@ -67,18 +69,19 @@ def bm25_scores(
     for text, words in enumerate(counts):
         for word in words:
             containing.setdefault(word, []).append(text)
-    # For each word: its number, the texts that contain it, and what it adds to their scores.
+    # For each word: its number, the texts that contain it, and its contribution to their scores.
     entries: dict[str, tuple[int, np.ndarray, np.ndarray]] = {}
     for number, (word, rows) in enumerate(containing.items()):
         times = np.array([counts[text][word] for text in rows])
         rarity = np.log1p((len(counts) - len(rows) + 0.5) / (len(rows) + 0.5))
-        # rarity * tf (k1 + 1) / (tf + k1 (1 - b + b length / mean length)), for tf = times
+        # The contribution is rarity * tf (k1 + 1) / (tf + k1 (1 - b + b length / mean length)),
+        # where tf is the number of times that the text contains the word.
         lengthened = times + _K1 * (1 - _B + _B * relative[rows])
         entries[word] = number, np.array(rows), rarity * times * (_K1 + 1) / lengthened
     for query in queries:
         scores = np.zeros(len(counts))
         known = [entries[word] for word in set(query) if word in entries]
-        # The order is fixed, because the rounding of sums depends on it.
+        # Words are sorted, because the rounding of a sum depends on the order of its terms.
         for _, rows, added in sorted(known, key=lambda entry: entry[0]):
             scores[rows] += added
         yield scores

@@ -1,8 +1,8 @@
 """Compute 95 % confidence intervals of means and of bootstrap draws for small samples.
 
-Bootstrap percentile intervals are too short for small samples. With five training runs, they
-contain the true mean in 83 % of cases. Therefore variances have the divisor n - 1, widths use
-Student's quantile, and independent variances are added by Welch's formula.
+Percentile intervals of the bootstrap are too short for small samples. With five training runs, they
+contain the true mean in only 83 % of cases. Therefore variances are computed with the divisor
+n - 1, intervals use Student's quantile, and independent variances are added by Welch's formula.
 
 Source: Welch, "The generalization of 'Student's' problem when several different population
     variances are involved", Biometrika 34, 1947; Hesterberg, "What Teachers Should Know About the
@@ -14,23 +14,24 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import ndtri, stdtrit
 
-# The probability that an interval contains the true value.
+# The probability with which an interval contains the true value.
 CONFIDENCE = 0.95
 _OUTSIDE = (1 - CONFIDENCE) / 2
 
 
 class Chance(NamedTuple):
-    """An estimate of a variance, and its degrees of freedom.
+    """Estimated variances and their degrees of freedom.
 
-    Both have any shape, float64. The variance is 0 where the degrees of freedom are 0.
+    The two arrays have the same shape, float64. A variance with 0 degrees of freedom is 0.
     """
 
     variance: np.ndarray
     freedom: np.ndarray
 
     def __add__(self, other: "Chance") -> "Chance":  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Add an independent variance. Degrees of freedom are infinite if both variances are 0."""
-        # Welch's degrees of freedom of a + b are (a + b)^2 / (a^2 / freedom_a + b^2 / freedom_b).
+        """Return the sum with independent variances, which has Welch's degrees of freedom."""
+        # The degrees of freedom of a + b are (a + b)^2 / (a^2 / freedom_a + b^2 / freedom_b), or
+        # infinite if a and b are 0.
         total = self.variance + other.variance
         pieces = [own.variance**2 / np.maximum(own.freedom, 1) for own in (self, other)]
         small = np.asarray(pieces[0] + pieces[1], dtype=np.float64)
@@ -39,24 +40,24 @@ class Chance(NamedTuple):
         return Chance(total, freedom)
 
     def part(self, entries: int | slice) -> "Chance":
-        """Return some of the entries of both arrays."""
+        """Return some of the variances, with their degrees of freedom."""
         return Chance(self.variance[entries], self.freedom[entries])
 
     def half_width(self) -> np.ndarray:
-        """Return half of the interval's width: the standard error times Student's quantile."""
-        # SciPy has no quantile for infinite degrees of freedom.
+        """Return half of the width of an estimate's interval, from Student's quantile."""
+        # Some versions of SciPy return NaN for infinite degrees of freedom.
         freedom = np.minimum(self.freedom, 1e9)
         return stdtrit(freedom, 1 - _OUTSIDE) * np.sqrt(self.variance)
 
 
 def mean_interval(values: np.ndarray) -> tuple[float, float]:
-    """Return the interval of the mean of ``values``, shape (seeds, targets).
+    """Return the confidence interval of the mean of ``values``, shape (seeds, targets).
 
-    The seeds of training runs and the targets are both treated as random samples of a population.
-    All targets share the models, so the differences between models do not average out over targets.
-    Noise that varies with both is counted twice, so the interval may be too long, but not too
-    short. With one seed (or one target), the interval does not account for differences between
-    seeds (or targets).
+    Seeds and targets are treated as random samples of two populations. Differences between models
+    do not average out over targets, because all targets are measured on the same models. Therefore
+    the variance over seeds and the variance over targets are added. Noise that differs between all
+    values is part of both variances, so the interval may be too long, but it is not too short. With
+    a single seed or a single target, the interval ignores differences between seeds or targets.
     """
     seeds, targets = values.shape
     # The variance of a mean of n numbers is s^2 / n, with n - 1 degrees of freedom.
@@ -69,11 +70,12 @@ def mean_interval(values: np.ndarray) -> tuple[float, float]:
 
 
 def accuracy_interval(values: np.ndarray) -> tuple[float, float]:
-    """Return the interval of a mean of ones and zeros, or of their differences.
+    """Return the confidence interval of the mean of values that are 0 or 1, or their differences.
 
-    If all models agree on all n targets, the values have no variance. At 95 % confidence, however,
-    models may differ on up to about 3 / n of all possible targets. Therefore the interval is
-    widened if models differ on fewer than one target. ``values`` have shape (seeds, targets).
+    ``values`` have shape (seeds, targets). If all values are equal, they have no variance. Even
+    then, up to about 3 / n of all possible targets may have other values at 95 % confidence, where
+    n is the number of targets. Therefore the interval is widened if, on average over seeds, less
+    than one target has a different value.
 
     Source: Hanley and Lippman-Hand, "If nothing goes wrong, is everything all right?", Journal of
         the American Medical Association 249, 1983.
@@ -88,7 +90,7 @@ def accuracy_interval(values: np.ndarray) -> tuple[float, float]:
 
 
 def interval(draws: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the percentile interval along an axis. Draws that are NaN are ignored."""
+    """Return the ends of the percentile interval of draws along an axis, ignoring NaN."""
     low, high = np.nanquantile(draws, [_OUTSIDE, 1 - _OUTSIDE], axis=axis)
     return low, high
 
@@ -96,10 +98,11 @@ def interval(draws: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
 def expanded(
     draws: np.ndarray, estimates: np.ndarray, chance: Chance
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return percentile intervals, widened to the half width of ``chance``.
+    """Return percentile intervals of bootstrap draws, scaled to the variances ``chance``.
 
-    Draws have shape (..., draws), and estimates and chances have shape (...). The distances from
-    the estimate to both ends are multiplied by one factor, so the interval keeps its asymmetry.
+    ``draws`` have shape (..., n_draws), and ``estimates`` and ``chance`` have shape (...). The
+    distances from an estimate to the two ends of its interval are multiplied by the same factor, so
+    that the interval keeps its asymmetry.
     """
     spread = np.nanstd(draws, axis=-1, ddof=1)
     wide = chance.half_width()

@@ -25,11 +25,11 @@ from trak_core.settings import Setting
 
 @dataclass(frozen=True, slots=True)
 class _Sorted:
-    """Columns that are sorted once, so that any resample of their rows can be ranked.
+    """The sort order of columns, from which ranks in any resample of the rows are computed.
 
-    All arrays have shape (rows, columns). ``order`` contains the row numbers in ascending order of
-    the values. In this order, all values that are equal to the value of row i have the positions
-    from ``first[i]`` to ``stop[i]`` (excluded).
+    All arrays have shape (rows, columns). ``order`` contains the row numbers of each column in
+    ascending order of the values. In this order, the values equal to the value in row i are at the
+    positions from ``first[i]`` to ``stop[i] - 1``.
     """
 
     order: np.ndarray
@@ -42,13 +42,13 @@ class _Sorted:
         return cls(np.argsort(values, axis=0, kind="stable"), first - 1, stop)
 
     def centred_ranks(self, counts: np.ndarray) -> np.ndarray:
-        """Return ranks minus their mean in a resample that contains row i ``counts[i]`` times.
+        """Return the ranks of values in a resample of the rows, minus the mean rank.
 
-        Equal values share the mean of their ranks. Ranks and their mean are halves of integers, so
-        nothing is rounded.
+        The resample contains row i ``counts[i]`` times. Equal values get the mean of their ranks.
+        The results are exact, because all ranks are multiples of 1/2.
         """
-        # With ties, the rank of x is (n_smaller + n_smaller_or_equal + 1) / 2, with the numbers of
-        # values < x and <= x. The mean rank is (n + 1) / 2.
+        # If n_1 values are smaller than x, and n_2 values are smaller than or equal to x, the rank
+        # of x is (n_1 + n_2 + 1) / 2. The mean rank is (n + 1) / 2.
         below = np.zeros((len(counts) + 1, self.order.shape[1]))
         np.cumsum(counts[self.order], axis=0, out=below[1:])
         ranks = np.take_along_axis(below, self.first, axis=0)
@@ -57,8 +57,8 @@ class _Sorted:
 
 
 def _correlations(a: np.ndarray, b: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return Pearson correlations of centred columns, with row i counted ``counts[i]`` times."""
-    # sum_i n_i a_i b_i / sqrt(sum_i n_i a_i^2 sum_i n_i b_i^2), with counts n_i
+    """Return Pearson correlations of columns with mean 0. Row i counts ``counts[i]`` times."""
+    # The correlation is sum_i n_i a_i b_i / sqrt(sum_i n_i a_i^2 sum_i n_i b_i^2) for counts n_i.
     weighted = a * counts[:, None]
     sizes = np.einsum("ij,ij->j", weighted, a) * np.einsum("ij,i,ij->j", b, counts, b)
     products = np.einsum("ij,ij->j", weighted, b)
@@ -68,9 +68,9 @@ def _correlations(a: np.ndarray, b: np.ndarray, counts: np.ndarray) -> np.ndarra
 def rank_correlations(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Return Spearman's correlation of each column of ``a`` with the same column of ``b``.
 
-    Equivalent to ``scipy.stats.spearmanr`` of each pair of columns, except that a constant column
-    has correlation 0, because it defines no order. Equal values share the mean of their ranks. Both
-    arrays have shape (rows, columns) and finite values. The result has shape (columns,), float64.
+    Both arrays have shape (rows, columns) and finite values. The result has shape (columns,),
+    float64, and equals ``scipy.stats.spearmanr`` of each pair of columns. Only for a constant
+    column, the correlation is 0 instead of NaN, because such a column defines no order.
     """
     counts = np.ones(len(a))
     ranks = [_Sorted.sort(x).centred_ranks(counts) for x in (a, b)]
@@ -78,13 +78,13 @@ def rank_correlations(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def noise_ceiling(outputs: np.ndarray) -> np.ndarray:
-    """Return the LDS of a perfect prediction of the expected outputs, shape (targets,).
+    """Return the LDS that perfect predictions would have, shape (targets,).
 
-    Outputs are noisy, because they are means over r seeds. Let rho be the mean Spearman correlation
-    between two seeds. The reliability of the mean is r rho / (1 + (r - 1) rho), by the formula of
-    Spearman and Brown, and the ceiling is its square root. A negative rho is replaced by 0.
-
-    Outputs have shape (seeds, subsets, targets), with at least two seeds.
+    The LDS of perfect predictions is below 1, because outputs of retrained models depend on their
+    seeds. ``outputs`` have shape (seeds, subsets, targets), with r >= 2 seeds. Let rho be the mean
+    Spearman correlation between the outputs of two seeds, or 0 if the mean is negative. By the
+    formula of Spearman and Brown, the mean output over seeds has the reliability
+    r rho / (1 + (r - 1) rho). The noise ceiling is the square root of this reliability.
 
     Source: Spearman, "The proof and measurement of association between two things", American
         Journal of Psychology 15, 1904 (the correction for attenuation); Brown, "Some experimental
@@ -103,16 +103,22 @@ def _ceiling(seeds: Sequence[_Sorted], counts: np.ndarray) -> np.ndarray:
 def bootstrap(
     predictions: Sequence[np.ndarray], outputs: np.ndarray, *, n_draws: int = 1000, seed: int = 0
 ) -> np.ndarray:
-    """Return mean rank correlations for resampled subsets and targets.
+    """Return bootstrap draws of the LDS of each prediction.
 
-    Each draw resamples subsets and targets with replacement, ranks the drawn subsets again and
-    averages over the drawn targets. All predictions use the same draws, so differences between two
-    predictions are paired. Predictions are subset sums, each of shape (subsets, targets). They are
-    compared with the mean over seeds of ``outputs``, shape (seeds, subsets, targets).
+    Each draw resamples subsets and targets with replacement, and averages the rank correlations
+    over the drawn targets. All predictions use the same draws, so two predictions can be compared
+    within each draw.
+
+    Args:
+        predictions: Subset sums of scores, each of shape (subsets, targets).
+        outputs: Outputs of retrained models, shape (seeds, subsets, targets). Predictions are
+            compared with the mean over seeds.
+        n_draws: The number of draws.
+        seed: The seed of the random generator.
 
     Returns:
-        Shape (n_draws, predictions). With at least two seeds, the last of (predictions + 1) columns
-        is the noise ceiling.
+        The LDS in each draw, shape (n_draws, predictions). If there are at least two seeds, a
+        further column at the end contains the noise ceiling.
 
     Source: Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 13.
     """
@@ -133,17 +139,17 @@ def bootstrap(
     return means
 
 
-# A matrix, the names of its rows and the names of its columns.
+# A matrix, the list of its row names and the list of its column names.
 Frame = tuple[np.ndarray, list[Any], list[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class GroundTruth:
-    """Outputs of retrained models, with samples and targets in the order of a scores file.
+    """Outputs of retrained models, in the order of training samples and targets of a scores file.
 
     Attributes:
         masks: 1 if a subset contains a training sample, else 0, shape (subsets, n), float64.
-        outputs: f of the models, shape (seeds, subsets, m), float64.
+        outputs: The model output for each of m targets, shape (seeds, subsets, m), float64.
         source: The content hash of each file of retrained models.
     """
 
@@ -155,20 +161,21 @@ class GroundTruth:
 def order_models(
     masks: Frame, outputs: Frame, train_ids: Sequence[Any], target_ids: Sequence[Any], name: object
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return a file's subsets and model outputs in the order of the study's samples and targets.
+    """Check and reorder the subsets and model outputs of a file of retrained models.
 
     Rows of ``masks`` are subsets, columns are training samples, and values are 0 or 1. Rows of
     ``outputs`` are models, each named after its subset, and columns are samples, including the
     targets. All subsets must have the same number of models. Error messages contain ``name``.
 
     Returns:
-        Masks of shape (S, n) and outputs of shape (seeds, S, m), float64.
+        Masks of shape (subsets, n) with columns in the order of the n ``train_ids``, and outputs of
+        shape (seeds, subsets, m) in the order of the m ``target_ids``, both float64.
     """
     chosen = _columns(masks, train_ids, f"{name}: the columns of `masks`", has_others=False)
     values = _columns(outputs, target_ids, f"{name}: the columns of `outputs`", has_others=True)
     if not np.isin(chosen, (0, 1)).all():
         raise InputError(
-            f"{name}: `masks` must contain only 0 and 1. Found {chosen.max():g}.",
+            f"{name}: `masks` must contain only 0 and 1. Its largest value is {chosen.max():g}.",
             code="evaluation.retrained_models",
         )
     subsets, models = masks[1], Counter(outputs[1])
@@ -176,13 +183,14 @@ def order_models(
     counts = {models[subset] for subset in subsets}
     if len(set(subsets)) < len(subsets) or unknown or len(counts) > 1 or 0 in counts:
         raise InputError(
-            f"{name}: `masks` must have one row for each subset, and `outputs` the same number of "
-            f"models for each of these subsets. Found {len(subsets)} rows of {len(set(subsets))} "
-            f"subsets, with {min(counts, default=0)} to {max(counts, default=0)} models each. "
-            f"Other subsets in `outputs`: {', '.join(map(repr, list(unknown)[:4])) or 'none'}.",
+            f"{name}: `masks` must have one row for each subset, and `outputs` must have equally "
+            f"many models for each of these subsets. `masks` has {len(subsets)} rows for "
+            f"{len(set(subsets))} subsets, with {min(counts, default=0)} to "
+            f"{max(counts, default=0)} models each. Subsets in `outputs` but not in `masks`: "
+            f"{', '.join(map(repr, list(unknown)[:4])) or 'none'}.",
             code="evaluation.retrained_models",
         )
-    # A stable sort groups the rows of `outputs` by subset, and keeps the order of its models.
+    # A stable sort groups the models by subset without changing the order of a subset's models.
     place = {subset: row for row, subset in enumerate(subsets)}
     order = np.argsort([place[subset] for subset in outputs[1]], kind="stable")
     by_subset = values[order].reshape(len(subsets), -1, len(target_ids))
@@ -190,22 +198,22 @@ def order_models(
 
 
 def _columns(frame: Frame, ids: Sequence[Any], where: str, *, has_others: bool) -> np.ndarray:
-    """Return the columns with these ids, float64. Other columns are allowed if ``has_others``."""
+    """Return the columns with the given ids, float64. ``has_others`` allows other columns."""
     values, _, columns = frame
     position = {column: i for i, column in enumerate(columns)}
     missing, others = [i for i in ids if i not in position], position.keys() - set(ids)
     if missing or len(position) < len(columns) or (others and not has_others):
         lists = [", ".join(map(str, [*some][:4])) or "none" for some in (missing, others)]
         raise InputError(
-            f"{where} must be the study's ids, without repeats. Found {len(columns)} columns. "
-            f"Missing: {lists[0]}. Other columns: {lists[1]}.",
+            f"{where} must be named by the ids of the study, each id once. There are "
+            f"{len(columns)} columns. Missing ids: {lists[0]}. Other columns: {lists[1]}.",
             code="evaluation.retrained_models",
         )
     return values[:, [position[i] for i in ids]].astype(np.float64)
 
 
 def curve_counts(n_checkpoints: int) -> list[int]:
-    """Return 1, 2, 3, 5, 10, 20, 30, 50, ... below ``n_checkpoints``, then ``n_checkpoints``."""
+    """Return the numbers of checkpoints for which the LDS is computed: 1, 2, 3, 5, 10, ..."""
     steps = [digit * 10**power for power in range(4) for digit in (1, 2, 3, 5)]
     return [count for count in steps if count < n_checkpoints] + [n_checkpoints]
 
@@ -216,10 +224,12 @@ def lds_tables(
     truth: GroundTruth,
     target_ids: list[Any],
 ) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """Return the tables ``summary``, ``targets`` and ``checkpoints``.
+    """Return the tables ``summary``, ``targets`` and ``checkpoints`` of an evaluation.
 
-    ``methods`` contains the subset sums, shape (S, m), for each row of the summary. The first row
-    is for the scores. ``by_count[c]`` is the subset sums of scores from the first c checkpoints.
+    They contain the LDS of each method, its correlation for each target, and the LDS of scores from
+    fewer checkpoints. ``methods`` maps the key of each method to its subset sums, shape
+    (subsets, targets). The first method must be the scores. ``by_count[c]`` contains the subset
+    sums of scores from the first c checkpoints.
     """
     mean = truth.outputs.mean(axis=0)
     correlations = {key: rank_correlations(sums, mean) for key, sums in methods.items()}
@@ -229,7 +239,8 @@ def lds_tables(
         correlations["noise_ceiling", "ceiling", 0] = noise_ceiling(truth.outputs)
         rows.append(-1)
     low, high = interval(drawn, axis=0)
-    # A difference from the scores, which are the first column, is taken within each draw.
+    # The scores are in the first column. Differences from them are computed within each draw, so
+    # that errors that are common to the two methods cancel.
     behind_low, behind_high = interval(drawn[:, :1] - drawn[:, rows], axis=0)
     lds = np.array([each.mean() for each in correlations.values()])
     summary = pd.DataFrame(list(correlations), columns=["method", "kind", "proj_dim"])
@@ -257,11 +268,12 @@ def lds_tables(
 def sweep_tables(
     swept: Mapping[Setting, np.ndarray], configured: Setting, truth: GroundTruth
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Return the tables ``sweep`` and ``best``, from the subset sums of each setting.
+    """Return the tables ``sweep`` and ``best`` of an evaluation.
 
-    Half of the targets are used to choose the best setting. The LDS of this setting and of the
-    setting in the config (``configured``) are reported for the other half. A single target is used
-    for both.
+    ``sweep`` contains the LDS of each setting in ``swept``, a mapping of settings to subset sums.
+    The best setting is chosen by its LDS on half of the targets. ``best`` contains the LDS of this
+    setting and of the setting in the config, ``configured``, on the other half of the targets. A
+    single target is used both to choose and to report.
     """
     mean = truth.outputs.mean(axis=0)
     choosing = slice(0, None, 2)

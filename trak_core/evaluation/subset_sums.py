@@ -1,9 +1,9 @@
 """Sum scores over subsets of training samples, for many scoring settings in one pass.
 
-A subset sum adds up a target's scores over the training samples of a subset. It is linear in the
-rows of Phi_c: with masks M (S, n), weights w (n,) and solved targets X_c (k, m), the sums are
-((M * w) Phi_c) X_c. The first factor is computed once for all values of the damping, and the n x m
-scores are never formed.
+The scores of n training samples for m targets at a checkpoint are diag(w) Phi X, with loss weights
+w (n,), training features Phi (n, k) and solved targets X (k, m). For S subsets with masks M (S, n),
+the sums of these scores are ((M * w) Phi) X. The factor (M * w) Phi does not depend on the damping,
+so it is computed once for all values of the damping, and the n x m scores are never formed.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from trak_core.attribution.score_formulas import powered
 from trak_core.attribution.solve import Spectrum, mean_squared_norm, train_norm, weighted_gramians
 from trak_core.settings import Combine, Setting
 
-# A row of the summary: method, kind, proj_dim (0 without a projection).
+# A row of the table `summary`: (method, kind, proj_dim). The last is 0 without a projection.
 Key = tuple[str, str, int]
 
 
@@ -25,10 +25,11 @@ def _blocks(n_rows: int, block: int) -> Iterator[slice]:
 
 
 def subset_sums(masks: np.ndarray, read: ReadRows, block: int) -> np.ndarray:
-    """Return ``masks @ rows``, the sum of each subset's rows, shape (S, m), float64.
+    """Return the sum of the rows in each subset, shape (S, m), float64.
 
-    Masks are 1 if a subset contains a training sample, else 0, shape (S, n), float64. ``read``
-    returns the rows of the training samples from start to stop, ``block`` rows at a time.
+    ``masks`` are 1 where a subset contains a training sample, else 0, shape (S, n), float64.
+    ``read(start, stop)`` returns the rows of some training samples. It is called for ``block``
+    training samples at a time, so that not all rows are in memory.
     """
     total = np.zeros(())
     for own in _blocks(masks.shape[1], block):
@@ -38,15 +39,17 @@ def subset_sums(masks: np.ndarray, read: ReadRows, block: int) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRows:
-    """The features and weights of one checkpoint.
+    """The features and weights of one checkpoint, for n training samples and m targets.
 
     Attributes:
-        loss_weights: Q of the training samples, shape (n,).
-        normal_weights: The diagonal of W, shape (n,), for each power of the loss weights.
-        read: A function that returns rows of Phi_c from start to stop, shape (rows, k).
-        target_features: T_c, shape (m, k), float64.
-        block: The number of training samples in a block.
-        normal_matrix: N, shape (k, k). None for Phi_c^T W Phi_c.
+        loss_weights: The loss weights of the training samples, shape (n,).
+        normal_weights: The weights of training samples in the normal matrix, shape (n,), for each
+            power of the loss weights.
+        read: A function (start, stop) that returns training features, shape (stop - start, k).
+        target_features: The features of the targets, shape (m, k), float64.
+        block: The number of training samples to read at a time.
+        normal_matrix: The normal matrix, shape (k, k), or None to compute it from the training
+            features and ``normal_weights``.
     """
 
     loss_weights: np.ndarray
@@ -60,17 +63,18 @@ class CheckpointRows:
 def average_weights(
     settings: Iterable[Setting], loss_weights: Sequence[np.ndarray]
 ) -> dict[float, np.ndarray]:
-    """Return mean_c(Q_c^power), shape (n,), for each power in the settings."""
+    """Return loss weights to each power in the settings, averaged over checkpoints."""
     powers = sorted({setting.loss_weight_power for setting in settings})
     return {p: np.mean([powered(q, p) for q in loss_weights], axis=0) for p in powers}
 
 
 @dataclass(frozen=True, slots=True)
 class FeaturePass:
-    """Settings for which a checkpoint's features are read once, and the checkpoints to sum over.
+    """Settings whose subset sums are computed together, so that features are read only once.
 
-    All settings have the same ``weighting``. If ``unit_dim`` is a number, rows of features are cut
-    to this number of columns and divided by their length.
+    Sums are computed over ``checkpoints``. All settings use the same ``weighting`` of the normal
+    matrix. If ``unit_dim`` is not None, only the first ``unit_dim`` numbers of each feature vector
+    are used, and the vector is divided by its length.
     """
 
     settings: Sequence[Setting]
@@ -85,11 +89,11 @@ def setting_sums(
     averages: Mapping[float, np.ndarray],
     checkpoint: CheckpointRows,
 ) -> dict[Setting, np.ndarray]:
-    """Return one checkpoint's term of the subset sums for each setting, shape (S, m).
+    """Return the contribution of one checkpoint to the subset sums of each setting, shape (S, m).
 
-    Phi_c is read once. The sum of these terms over checkpoints is the subset sum of scores times
-    the number of checkpoints, which does not change ranks. See ``subset_sums`` for masks.
-    ``averages`` is the result of ``average_weights`` for all checkpoints.
+    The sum of the contributions of all checkpoints is the subset sum of the scores times the number
+    of checkpoints. The ranks of subsets are the same without this factor. ``subset_sums`` describes
+    ``masks``, and ``averages`` is the result of ``average_weights`` for all checkpoints.
 
     Source: docs/explanation/scores.md, "The formula".
     """
@@ -100,8 +104,8 @@ def setting_sums(
         averages[power] if combine is Combine.PRODUCT_OF_AVERAGES else powered(q, power)
         for power, combine in weightings
     ]
-    # The k x k products take most of the time, so those with equal weights are computed once.
-    # `normal` and `norm` contain indices into `squared`.
+    # The k x k products of features take most of the time, so they are computed only once for equal
+    # weights. `squared` contains the different weights, and `normal` and `norm` index into it.
     squared = [np.ones(len(q))]
     normal = {power: _index(squared, checkpoint.normal_weights[power]) for power in powers}
     norm = {p: _index(squared, powered(q, p) ** 2) for p, c in weightings if c.divides_by_norm}
@@ -134,7 +138,7 @@ def setting_sums(
 
 
 def _index(arrays: list[np.ndarray], array: np.ndarray) -> int:
-    """Return the index of an equal array in a list. If there is none, the array is appended."""
+    """Return the index of an array in a list, after appending it if it is not in the list."""
     for index, other in enumerate(arrays):
         if np.array_equal(other, array):
             return index
@@ -149,10 +153,11 @@ def weighted_sums(
     block: int,
     squared: Sequence[np.ndarray] = (),
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Return weighted sums of each subset's features, and weighted products, in one pass.
+    """Return weighted sums of training features, and weighted normal matrices, in one pass.
 
-    Sums have shape (len(weights), S, k). There is a product Phi^T diag(w) Phi, shape (k, k), for
-    each w in ``squared``. All weights have shape (n,). See ``subset_sums`` for the other arguments.
+    For the features Phi (n, k), the sums are (masks * w) Phi for each w in ``weights``, shape
+    (len(weights), S, k). The matrices are Phi^T diag(w) Phi for each w in ``squared``, each of
+    shape (k, k). All w have shape (n,). ``subset_sums`` describes the other arguments.
     """
     sums = np.zeros(())
 
@@ -171,12 +176,12 @@ def weighted_sums(
 def damped_sums(
     sums: np.ndarray, spectrum: Spectrum, ridges: Sequence[float], targets: np.ndarray
 ) -> np.ndarray:
-    """Return subset sums of the columns of A_c for each ridge, by one eigendecomposition.
+    """Return subset sums of scores for each ridge, from one eigendecomposition.
 
-    With N = V D V^T, the subset sums are (sums V) (D + ridge I)^-1 (T V)^T, of shape (len(ridges),
-    W, S, m). ``sums`` is the result of ``weighted_sums``, shape (W, S, k). ``spectrum`` has the
-    eigenvectors V (k, k) and eigenvalues D of N. Targets T have shape (m, k), float64. Ridges are
-    positive.
+    With the decomposition V D V^T of the normal matrix (``spectrum``) and the target features T
+    (``targets``, shape (m, k)), the subset sums are (sums V) (D + ridge I)^-1 (T V)^T. They have
+    shape (len(ridges), W, S, m) for ``sums`` of shape (W, S, k) from ``weighted_sums``. Ridges are
+    above 0.
 
     Source: docs/explanation/scores.md, "The formula".
     """

@@ -1,1 +1,1 @@
-"""Rank training samples in lists, and sum scores over groups of training samples."""
+"""Rank training samples by their scores, and sum scores over groups of training samples."""

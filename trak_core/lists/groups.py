@@ -1,4 +1,4 @@
-"""Sum scores over groups of training samples, with bootstrap intervals over samples and runs."""
+"""Sum scores over groups of training samples, with bootstrap confidence intervals."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,19 +15,20 @@ from trak_core.evaluation.intervals import Chance, expanded
 from trak_core.runtime.progress import blocks_with_progress
 from trak_core.settings import Combine, ScoresSpec
 
-# The number of draws of runs, and the number of draws of samples for each draw of runs.
+# The number of bootstrap draws of runs, and of draws of samples for each draw of runs.
 RUN_DRAWS, SAMPLE_DRAWS = 100, 10
 N_DRAWS = RUN_DRAWS * SAMPLE_DRAWS
 _MAX_GROUPS = 100
-# Columns that all tables of scores have.
+# Training samples can always be grouped by these columns, which every table of scores has.
 _TABLE_COLUMNS = ("label", "prediction")
 
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """The groups of a column: their sorted names, and the number of each sample's group.
+    """The groups of the samples that have equal values in a column.
 
-    ``numbers`` has shape (n,), integers.
+    ``names`` contains the sorted names of the groups. ``numbers`` contains, for each sample, the
+    index of its group in ``names``, shape (n,).
     """
 
     column: str
@@ -36,26 +37,26 @@ class Grouping:
 
     @classmethod
     def of(cls, column: str, values: Iterable[Any]) -> "Grouping":
-        """Group equal values, which must be at most 100 distinct texts or integers."""
+        """Group samples by their values in a column: at most 100 different texts or integers."""
         array = np.asarray(pd.Series(list(values)))
         if array.dtype.kind == "f":
             raise InputError(
-                f"groups: {column} must contain texts or integers. Found the fraction "
-                f"{array[0]:g}. Let the study return a column of classes, such as 'under 10'.",
+                f"groups: {column} must contain texts or integers. Found the number "
+                f"{array[0]:g}. Let the study return a column of ranges, such as 'under 10'.",
                 code="scoring.group_values",
             )
         names, numbers = np.unique(array, return_inverse=True)
         if len(names) > _MAX_GROUPS:
             raise InputError(
-                f"groups: {column} must have at most {_MAX_GROUPS} distinct values. Found "
-                f"{len(names)}, such as {names[0]}. Use a coarser column.",
+                f"groups: {column} must have at most {_MAX_GROUPS} different values. Found "
+                f"{len(names)}, such as {names[0]}. Use a column with fewer values.",
                 code="scoring.many_groups",
             )
         return cls(column, [str(name) for name in names], numbers)
 
 
 def check_groups(group_by: Iterable[str], study_columns: pd.DataFrame) -> None:
-    """Check that tables of scores will have the columns to group by, with few distinct values.
+    """Check that training samples can be grouped by the columns ``group_by``.
 
     ``study_columns`` contains the columns that the study returns for its training samples.
     """
@@ -65,18 +66,18 @@ def check_groups(group_by: Iterable[str], study_columns: pd.DataFrame) -> None:
         elif name not in _TABLE_COLUMNS:
             known = ", ".join([*_TABLE_COLUMNS, *study_columns])
             raise InputError(
-                f"groups must be columns of the training samples: {known}. Found {name}. The "
-                "study's train_columns() can return more columns.",
+                f"groups must name columns of the training samples: {known}. Found {name}. More "
+                "columns can be returned by the study's train_columns().",
                 code="scoring.no_group_column",
             )
 
 
 def run_weights(runs: Sequence[int]) -> np.ndarray:
-    """Return the weight of each checkpoint in each draw of runs, shape (RUN_DRAWS + 1, C).
+    """Return the weights of C checkpoints in bootstrap draws of runs, shape (RUN_DRAWS + 1, C).
 
-    Runs are drawn with replacement. A weight is the number of times that the checkpoint's run is
-    drawn. In the first row, all weights are 1. ``runs`` contains the number of each checkpoint's
-    run, from 0.
+    The weight of a checkpoint is the number of times that its run is drawn, with replacement. The
+    first row has only weights of 1, for scores without resampling. ``runs`` contains, for each
+    checkpoint, the number of its run, starting from 0.
     """
     n_runs = max(runs) + 1
     draws = np.random.default_rng(0).multinomial(n_runs, np.full(n_runs, 1 / n_runs), RUN_DRAWS)
@@ -86,11 +87,11 @@ def run_weights(runs: Sequence[int]) -> np.ndarray:
 class GroupSums:
     """Sums of scores over the samples of each group, accumulated over blocks of samples.
 
-    ``plain`` (groups, m) contains the sums, and ``drawn`` (groups, draws, m) the sums of bootstrap
-    draws. In a draw, the weight of a sample is a Poisson number with mean 1, which is the same for
-    all targets and runs. A draw uses the same runs for all groups, so that differences between
-    groups are paired. Blocks must be in the order of the samples. The size of blocks does not
-    change the sums, except for float64 rounding.
+    For m targets, ``plain`` contains the sums, shape (groups, m), and ``drawn`` the sums in each
+    bootstrap draw, shape (groups, draws, m). In a draw, each sample has a random weight from a
+    Poisson distribution with mean 1, which is used for all targets and runs. All groups use the
+    same draws of runs, so two groups can be compared within each draw. Blocks must be added in the
+    order of the samples. Their size does not change the sums, except for float64 rounding.
 
     Source: Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 6; Hanley and
         MacGibbon, "Creating non-parametric bootstrap samples using Poisson frequencies", 2006.
@@ -113,15 +114,19 @@ class GroupSums:
         norms: Sequence[float],
         groups: Sequence[np.ndarray],
     ) -> None:
-        """Add a block of samples: rows of A_c, shape (C, rows, m), and Q_c^power, (C, rows).
+        """Add a block of samples.
 
-        ``norms`` contains ||B|| of each checkpoint for ``unit_average``, else ones. ``groups``
-        contains an array for each column: the numbers of the samples' groups, shape (rows,). The
-        groups of all columns are numbered consecutively.
+        Args:
+            similarities: For each of C checkpoints, the similarities of the samples to the targets
+                (A_c in docs/explanation/scores.md), shape (C, rows, m).
+            loss_weights: The loss weights to the configured power, shape (C, rows).
+            norms: The norms ||B_c|| by which scores are divided for ``unit_average``, else ones.
+            groups: For each column, the number of each sample's group, shape (rows,). Groups of
+                different columns have different numbers.
         """
-        # With weights v_c of the checkpoints in a draw and V = sum_c v_c, the score of sample i is
-        # (sum_c v_c A_c[i] / V) (sum_c v_c Q_c[i] / V) for product_of_averages, and otherwise
-        # sum_c v_c A_c[i] Q_c[i] / ||B_c|| / V.
+        # Let v_c be the weights of checkpoints in a draw, V their sum, and Q_c the loss weights.
+        # The score of sample i is (sum_c v_c A_c[i] / V) (sum_c v_c Q_c[i] / V) for
+        # product_of_averages, and otherwise sum_c v_c A_c[i] Q_c[i] / ||B_c|| / V.
         times = self._random.poisson(1, (similarities.shape[1], N_DRAWS)).astype(np.float64)
         is_product = self.combine is Combine.PRODUCT_OF_AVERAGES
         if not is_product:
@@ -144,20 +149,21 @@ class GroupSums:
                 self.drawn[group, draws] += times[rows, draws].T @ scores[rows]
 
     def drawn_means(self) -> np.ndarray:
-        """Return the mean over each group's samples in each draw, shape (groups, draws, m).
+        """Return the mean score of each group in each draw, for m targets.
 
-        The mean is NaN if a draw contains no sample of the group.
+        The result has shape (groups, draws, m). It is NaN if a draw contains no sample of a group.
         """
         with np.errstate(invalid="ignore"):
             return self.drawn / self.counts[:, :, None]
 
 
 def chance_of_samples(draws: np.ndarray, sizes: np.ndarray | int) -> Chance:
-    """Return the variances of groups' means that are due to their samples, shape (...).
+    """Return the variances of group means that come from the choice of samples, shape (...).
 
-    They are the variances between draws with the same runs, times size / (size - 1) for groups of
-    ``sizes``, shape (...). ``draws`` contains means over a group's samples, shape (..., N_DRAWS),
-    or NaN for draws without samples of the group. The variance for a single sample is 0.
+    ``draws`` contains the bootstrap draws of group means, shape (..., N_DRAWS), or NaN for draws
+    without samples of the group. Variances between draws with the same runs are multiplied by
+    size / (size - 1), with the numbers of samples ``sizes``, shape (...), so that they are not
+    biased. A group of one sample has the variance 0.
     """
     variance = _within_runs(draws) * sizes / np.maximum(np.subtract(sizes, 1), 1)
     return Chance(variance, np.broadcast_to(np.subtract(sizes, 1.0), variance.shape))
@@ -166,15 +172,16 @@ def chance_of_samples(draws: np.ndarray, sizes: np.ndarray | int) -> Chance:
 def group_interval(
     draws: np.ndarray, means: np.ndarray, samples: Chance, n_runs: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return intervals of groups' means, or of differences between them.
+    """Return confidence intervals of group means, or of differences between group means.
 
-    The variance is that of ``samples``. If there are at least two runs, the variance between runs
-    is added. ``draws`` has shape (..., N_DRAWS), and the other arrays have shape (...).
+    ``draws`` are bootstrap draws of ``means``, with shape (..., N_DRAWS). The other arrays have
+    shape (...). ``samples`` are the variances that come from the choice of samples. If there are at
+    least two runs, the variances between runs are added.
     """
     if n_runs > 1:
-        # A mean over SAMPLE_DRAWS draws of samples still has the variance of these draws, divided
-        # by SAMPLE_DRAWS. It is subtracted, so that only the variance between runs remains. The
-        # factor R / (R - 1) for R runs makes the bootstrap's variance unbiased.
+        # The mean over the SAMPLE_DRAWS draws with the same runs still varies with these draws.
+        # This variance is subtracted, so that only the variance between runs remains. For R runs,
+        # the factor R / (R - 1) makes the variance of the bootstrap unbiased.
         remainder = _within_runs(draws) / SAMPLE_DRAWS
         runs = np.maximum(np.nanvar(_run_means(draws), axis=-1, ddof=1) - remainder, 0)
         samples += Chance(runs * n_runs / (n_runs - 1), np.full(runs.shape, n_runs - 1.0))
@@ -182,14 +189,14 @@ def group_interval(
 
 
 def _within_runs(draws: np.ndarray) -> np.ndarray:
-    """Return the variance between draws of samples with the same runs, shape (...)."""
+    """Return the variance between bootstrap draws that use the same runs, shape (...)."""
     centred = _by_run(draws) - _run_means(draws)[..., None]
     freedom = (np.isfinite(centred).sum(axis=-1) - 1).clip(0).sum(axis=-1)
     return np.nansum(centred**2, axis=(-1, -2)) / np.maximum(freedom, 1)
 
 
 def _run_means(draws: np.ndarray) -> np.ndarray:
-    """Return means over draws of samples, (..., RUN_DRAWS), or NaN if all draws are NaN."""
+    """Return means over the draws that use the same runs, ignoring NaN: (..., RUN_DRAWS)."""
     counts = np.isfinite(_by_run(draws)).sum(axis=-1)
     total = np.nansum(_by_run(draws), axis=-1)
     return np.where(counts > 0, total / np.maximum(counts, 1), np.nan)
@@ -207,12 +214,15 @@ def sums_of_groups(
     improves: np.ndarray,
     memory_mb: int,
 ) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray]]:
-    """Return sums of scores, bootstrap draws of group means, and confidence intervals.
+    """Return sums of scores over groups of training samples, with bootstrap draws and intervals.
 
-    The sums have shape (groups, m). The draws have shape (groups, ``N_DRAWS``), and each one is a
-    mean over all targets. The intervals are two arrays of the shape of the sums, with the bounds of
-    each target's group means. ``improves``, shape (m,), contains the sign of the scores that
-    improve each target. Targets are processed in blocks that fit in memory.
+    Targets are processed in blocks that fit in memory. Scores of target j are multiplied by
+    ``improves[j]``, shape (m,), so that positive scores help.
+
+    Returns:
+        The sums of scores for each target, shape (groups, m); bootstrap draws of the group means
+        over all targets, shape (groups, N_DRAWS); and the lower and upper ends of the confidence
+        intervals of the group means for each target, shape (groups, m) each.
     """
     n_targets = len(improves)
     assert spec.runs is not None
@@ -262,13 +272,12 @@ def group_tables(
     target_ids: Sequence[Any],
     n_runs: int,
 ) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """Return the tables ``groups``, ``targets`` and ``differences``.
+    """Return the tables ``groups``, ``targets`` and ``differences`` of an artifact.
 
-    ``differences`` is empty if no column has two groups. The first axis of the arrays contains the
-    groups of all columns in order. ``plain`` are sums of scores over the samples of a group, shape
-    (groups, m). ``drawn`` are draws of a group's mean over its samples and all targets, shape
-    (groups, draws). ``ends`` are the lower and upper ends of the intervals of a group's mean for
-    each target, shape (groups, m) each.
+    They contain the sums and means of each group over all targets, the same numbers for each
+    target, and the differences between the means of two groups of a column. The last table is empty
+    if no column has two groups. ``plain``, ``drawn`` and ``ends`` are the results of
+    ``sums_of_groups``, whose first axis contains the groups of all columns in order.
     """
     groups, differences, first = [], [], 0
     for grouping in groupings:

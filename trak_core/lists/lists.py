@@ -1,4 +1,4 @@
-"""Rank training samples by likely wrong labels, harm or help, and find copies of samples."""
+"""Rank training samples by harm, by help or by how likely their label is wrong, and find copies."""
 
 import numpy as np
 import pandas as pd
@@ -7,17 +7,17 @@ from trak_core.artifacts import Rows
 from trak_core.attribution.score_formulas import Extremes, largest, unit_rows
 from trak_core.settings import MEAN_OF
 
-# A pair is a copy if its closeness, relative to the fifth nearest sample, is at least _CLOSE.
+# The nearest of _NEIGHBOURS samples is a copy if its closeness is at least _CLOSE.
 _NEIGHBOURS, _CLOSE = 5, 0.9
-# Smaller cosine distances are rounding errors of float32 features.
+# Cosine distances below this number can be rounding errors, because features are float32.
 _SAME = 1e-5
 
-# With fewer targets, the order by harm can depend much on which targets were chosen.
+# With fewer targets, the order of the suspects can depend much on which targets were chosen.
 ENOUGH_TARGETS = 100
 
 
 def _ranked(train: pd.DataFrame, order: np.ndarray, *names: str) -> pd.DataFrame:
-    """Return the samples in this order. Id, rank and ``names`` come before other columns."""
+    """Return rows of a table in the given order, with their rank. ``names`` come first."""
     rows = train.iloc[order].reset_index(drop=True)
     rows["rank"] = np.arange(1, len(rows) + 1)
     first = ["id", "rank", *(name for name in names if name in rows)]
@@ -25,22 +25,23 @@ def _ranked(train: pd.DataFrame, order: np.ndarray, *names: str) -> pd.DataFrame
 
 
 def few_targets(targets: pd.DataFrame) -> bool:
-    """Return whether a scores file has too few targets for a reliable list of suspects.
+    """Return whether there are too few targets for a reliable list of suspects.
 
-    The result is False for a mean of targets, because the file lacks the number of targets.
+    Return False for a mean over targets, because ``targets``, a table of a scores file, does not
+    contain the number of targets in the mean.
     """
     return len(targets) < ENOUGH_TARGETS and MEAN_OF not in targets
 
 
 def suspects(train: pd.DataFrame) -> pd.DataFrame:
-    """Return all training samples, the most harmful first.
+    """Return all training samples, with the most harmful first.
 
-    A sample with a wrong label worsens the model output of similar targets, so the most harmful
-    samples are likely to have wrong labels. Most labels of the targets must be right.
+    Samples with a wrong label worsen the model output of similar targets. Therefore the most
+    harmful samples are likely to have wrong labels, if most labels of the targets are right.
 
-    Columns are id, rank, ``worth_a_look``, ``suggested_label``, harm, help, and the other columns
-    of ``train``, the table of a scores file. ``worth_a_look`` is 1 if the harm is larger than the
-    help. This does not mean that the label is wrong.
+    The columns are ``id``, ``rank``, ``worth_a_look``, ``suggested_label``, ``harm``, ``help`` and
+    the other columns of ``train``, a table of a scores file. ``worth_a_look`` is 1 if the harm
+    exceeds the help, which does not prove that the label is wrong.
 
     Source: docs/how-to/lists.md, "Help and harm".
     """
@@ -51,10 +52,10 @@ def suspects(train: pd.DataFrame) -> pd.DataFrame:
 
 
 def most_harmful(train: pd.DataFrame) -> pd.DataFrame:
-    """Return the training samples that harm targets more than they help, the most harmful first.
+    """Return the training samples that harm targets more than they help.
 
-    Columns are id, rank, ``score`` (help minus harm, which is negative), and the columns of
-    ``train``, the table of a scores file.
+    The most harmful samples come first. The columns are ``id``, ``rank``, ``score`` (help minus
+    harm, which is negative), and the other columns of ``train``, a table of a scores file.
     """
     score = _help_minus_harm(train)
     order = np.argsort(score, kind="stable")[: int((score < 0).sum())]
@@ -64,15 +65,15 @@ def most_harmful(train: pd.DataFrame) -> pd.DataFrame:
 def best_in_turn(
     train: pd.DataFrame, top_influences: pd.DataFrame, fraction: float
 ) -> pd.DataFrame:
-    """Return the most helpful training samples, which targets choose in turn.
+    """Return the most helpful ``fraction`` of the training samples, which targets choose in turn.
 
-    In each turn, a target chooses the most helpful of its top influences that is not chosen yet.
-    Therefore samples for all kinds of targets are chosen, while the samples with the largest help
-    minus harm can be very similar. When no target has top influences to choose, the remaining
-    samples follow, by help minus harm.
+    In each turn, a target chooses the sample with the largest score for it among its remaining top
+    influences. Therefore all kinds of targets are helped, whereas the samples with the largest help
+    minus harm can be very similar. When no target has samples left to choose, the other samples
+    follow in the order of help minus harm.
 
-    A positive score must improve its target. The tables are from a scores file. ``fraction`` of the
-    training samples, rounded up, are returned. Columns are the same as for ``most_harmful``.
+    The two tables are from a scores file in which a positive score means that a sample improves the
+    target. The number of samples is rounded up. The columns are those of ``most_harmful``.
     """
     score = _help_minus_harm(train)
     row_of = {sample_id: row for row, sample_id in enumerate(train["id"])}
@@ -93,12 +94,12 @@ def best_in_turn(
 
 
 def most_consistent(train: pd.DataFrame, fraction: float) -> pd.DataFrame:
-    """Return the training samples with the largest (help - harm) / (help + harm).
+    """Return a ``fraction`` of the training samples, by the largest (help - harm) / (help + harm).
 
-    This is for regression, where some targets need a larger f and others a smaller one. A training
-    label that is much too large helps the first kind of target most, and harms the second kind
-    equally. The ratio does not depend on the size of the error. Arguments and columns are the same
-    as for ``best_in_turn``.
+    This list is for regression, where some predictions are too low and others are too high. A
+    training label that is much too large helps the targets with low predictions most, but harms the
+    others as much. The ratio does not depend on the size of this error, so such a sample is not
+    preferred. Arguments and columns are those of ``best_in_turn``.
     """
     score = _help_minus_harm(train)
     size = train["help"].to_numpy(np.float64) + train["harm"].to_numpy(np.float64)
@@ -119,12 +120,12 @@ def _by_score(train: pd.DataFrame, order: np.ndarray, score: np.ndarray) -> pd.D
 def nearest(
     features: Rows | np.ndarray, others: np.ndarray, *, block: int, first: int | None = None
 ) -> Extremes:
-    """Return the five rows of ``features`` with the largest cosines to each row of ``others``.
+    """Return the five rows of ``features`` with the largest cosine to each row of ``others``.
 
-    Features have shape (n, k), and ``block`` rows are read at a time. ``others`` has shape (m, k).
-    The result has shape (5, m), float32, or fewer rows if n is smaller. If ``others`` are also rows
-    of ``features``, ``first`` is the number of the first of these rows, and a row is not its own
-    neighbour.
+    ``features`` have shape (n, k), of which ``block`` rows are read at a time, and ``others`` have
+    shape (m, k). If ``others`` are rows of ``features`` themselves, ``first`` is the number of the
+    first of them, and no row is returned as its own neighbour. The results have shape (5, m), or
+    (n, m) if n is less than 5.
     """
     unit = unit_rows(others).T.astype(np.float32)
     extremes: Extremes | None = None
@@ -142,17 +143,18 @@ def nearest(
 def copies(
     neighbours: Extremes, same_id: np.ndarray | int = -1
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the samples that have a copy among the rows, the copies, cosines and closeness.
+    """Return samples that have a copy, the rows of the copies, their cosines and closeness.
 
-    Let d_i be the distance (1 minus the cosine) to the i-th nearest row. The closeness of the
-    nearest row is 1 - d_1 / d_5. The row is a copy if its closeness is at least 0.9.
+    ``neighbours`` is the result of ``nearest``. Let d_i be the distance of a sample to its i-th
+    nearest row, 1 minus the cosine. The nearest row is a copy of the sample if its closeness,
+    1 - d_1 / d_5, is at least 0.9.
 
-    ``same_id`` is, for each sample, the row with its id and label, or -1. If its features are equal
-    too, the sample is that row and is left out. Equal ids are not enough, because training samples
-    and targets can both be numbered from 0.
+    ``same_id`` contains, for each sample, the row with the same id and label, or -1. If the
+    features of this row are also equal, it is the sample itself, and the sample is left out. Equal
+    ids are not enough, because training samples and targets may both be numbered from 0.
     """
     cosines = np.minimum(neighbours.scores.astype(np.float64), 1)
-    # The cosine with a sample's own row is -inf, and there can be fewer than five rows.
+    # Rows that are not neighbours have the cosine -inf, and there may be fewer than five rows.
     last = np.isfinite(cosines).sum(axis=0) - 1
     farthest = np.take_along_axis(cosines, np.maximum(last, 0)[None], axis=0)[0]
     distance = 1 - cosines[0]

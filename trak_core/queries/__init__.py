@@ -1,1 +1,1 @@
-"""Open a finished run as a fitted ``Attributor``, and score new samples with it."""
+"""Open a finished run, read its scores, and score new samples with its checkpoints."""

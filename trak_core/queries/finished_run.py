@@ -11,7 +11,7 @@ from trak_core.config.read_config import recorded_config
 from trak_core.config.specs_from_config import Specs
 from trak_core.errors import InputError
 
-# The names of a spec's keys in error messages.
+# How error messages name the keys of a file's settings.
 _NAMES = {
     "dtype": "features_dtype",
     "parameter_patterns": "parameters",
@@ -26,7 +26,7 @@ _SCORING_KEYS = ("damping", "combine", "loss_weight_power")
 
 @dataclass(frozen=True, slots=True)
 class FinishedRun:
-    """The specs of a config, the results folder, and the folder that paths are relative to."""
+    """A finished run: its settings, its results, and the folder to which paths are relative."""
 
     specs: Specs
     results: Path
@@ -34,7 +34,7 @@ class FinishedRun:
 
     @classmethod
     def of_config(cls, config: dict[str, Any], results: Path, folder: Path) -> Self:
-        """Return the finished run of a config with all defaults filled in. Writes no file."""
+        """Return the finished run of a complete config. Raise an error if files are missing."""
         results, folder = results.resolve(), folder.resolve()
         with contextlib.chdir(folder):
             if not Path(config["study"]).is_file():
@@ -45,7 +45,8 @@ class FinishedRun:
             if gone and run.results not in gone[0].parents:
                 raise InputError(
                     f"The run's checkpoints must exist on a local disk. Found nothing at {gone[0]} "
-                    f"(relative to {folder}). Restore it, or run the config again with a new path.",
+                    f"(relative to {folder}). Restore the file, or change its path in the "
+                    "config and run it again.",
                     code="queries.no_checkpoint",
                 )
             missing = [path for paths in files for path in paths if not path.exists()]
@@ -55,24 +56,24 @@ class FinishedRun:
 
     @classmethod
     def of_folder(cls, results: Path) -> Self:
-        """Return the last run in a results folder."""
+        """Return the run that was last started in a results folder."""
         config, folder = recorded_config(results)
         return cls.of_config(config, results, folder)
 
     def checkpoint(self, name: str) -> Path:
-        """Return the file or folder of a checkpoint."""
+        """Return the path of a checkpoint, which is a file or a folder."""
         path = self.specs.checkpoints[name].path
         return self.results / "checkpoints" / f"{name}.pt" if path is None else Path(path)
 
     def files(self, name: str) -> list[Path]:
-        """Return the paths of a checkpoint and of its training features or Gramian."""
+        """Return the paths of a checkpoint and of the files that scoring with it needs."""
         made = [f"gramian/{name}/train.h5"]
         if self.specs.is_projected:
             made = [f"features/{name}/train.h5", f"normal_matrix/{name}.h5"]
         return [self.checkpoint(name), *(self.results / path for path in made)]
 
     def check_scores(self) -> None:
-        """Raise an error if scores were computed with scoring settings other than the config's."""
+        """Raise an error if the scores of an experiment have other settings than the config."""
         for name in self.specs.experiments:
             path = self.results / "scores" / f"{name}.h5"
             if path.exists():
@@ -83,19 +84,19 @@ class FinishedRun:
                     self.refuse_changed(path, differ)
 
     def refuse_changed(self, path: Path, keys: Sequence[str]) -> NoReturn:
-        """Raise an error for a file whose spec differs from the current spec in ``keys``."""
+        """Raise an error for a file whose settings ``keys`` differ from those of the config."""
         names = ", ".join(_NAMES.get(key, key) for key in keys)
         raise InputError(
             f"{self.results}: the run must have used the current config, study, data and "
-            f"checkpoints. Found {path.relative_to(self.results)} of another {names}. Run the "
-            "config again first.",
+            f"checkpoints. {path.relative_to(self.results)} was computed with another {names}. Run "
+            "the config again first.",
             code="queries.changed",
         )
 
 
 def _not_finished(results: Path, missing: Path | str) -> InputError:
     return InputError(
-        f"{results}: the run of this config must be finished. Found nothing at {missing}. Run it "
-        "first: `trak run CONFIG`.",
+        f"{results}: the run of this config must be finished. Found nothing at {missing}. First "
+        "run the config with `trak run CONFIG`.",
         code="queries.not_finished",
     )

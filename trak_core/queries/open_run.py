@@ -1,4 +1,4 @@
-"""Open a finished run as an attributor, which reads the run's scores and scores new samples."""
+"""Open a finished run as a fitted attributor, which can score new samples."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,11 +30,11 @@ from trak_core.study.study import Study
 
 
 class OpenRun(FittedAttributor):
-    """A finished run as a fitted ``Attributor``, with the scores of its experiments.
+    """A finished run, from which scores are read and with which new samples are scored.
 
-    Scores are read on request, and each file is verified. When a sample is first scored, the study
-    and the checkpoints are loaded. They must be the same as in the run. Checkpoints stay in memory
-    if together they need at most half of ``compute.memory_mb``.
+    Scores are read and verified when they are requested. The study and the checkpoints are loaded
+    when a sample is scored for the first time, and must be the same as in the run. Checkpoints stay
+    in memory if all of them together need at most half of ``compute.memory_mb``.
 
     Example:
         >>> run = trak_core.open("results")  # doctest: +SKIP
@@ -43,10 +43,10 @@ class OpenRun(FittedAttributor):
     """
 
     def __init__(self, results: Path, run: FinishedRun | None = None) -> None:
-        """Open a results folder. If ``run`` is None, the run is read from the folder."""
+        """Open a results folder. If ``run`` is None, use the last run in the folder."""
         super().__init__()
         self.folder, self._run = results, run
-        # A table of the training samples by id, which is empty before the first answer.
+        # The table of the training samples, by id. It is filled when the first answer is computed.
         self.columns = pd.DataFrame()
 
     @property
@@ -55,7 +55,7 @@ class OpenRun(FittedAttributor):
         return sorted(path.stem for path in (self.folder / "scores").glob("*.h5"))
 
     def scores(self, experiment: str) -> Scores:
-        """Return an experiment's scores. Its tables have ``described_text`` if there are texts."""
+        """Return an experiment's scores, with ``described_text`` if samples have texts."""
         path = self.folder / "scores" / f"{experiment}.h5"
         if not path.is_file():
             raise InputError(
@@ -72,7 +72,7 @@ class OpenRun(FittedAttributor):
         return Scores.of_file(path, described)
 
     def __repr__(self) -> str:
-        """Return the folder and its experiments."""
+        """Return the path of the folder and the names of its experiments."""
         return f"Results in {self.folder}: {', '.join(self.experiments) or 'no scores yet'}"
 
     def _repr_html_(self) -> str:
@@ -83,14 +83,14 @@ class OpenRun(FittedAttributor):
         return table_as_html(pd.DataFrame(rows, columns=columns))
 
     def sample(self, sample_id: int | str, experiment: str | None = None) -> Any:
-        """Return a training sample, or a target of an experiment, from the study."""
+        """Return the training sample with an id, or the target of an experiment with this id."""
         if experiment is not None:
             return self.target(sample_id, experiment).sample
         if sample_id not in self._places:
             raise InputError(
-                f"The id must belong to a training sample, or to a target with its `experiment`. "
-                f"Found {sample_id!r}. There are {len(self._train.ids)} training samples, such as "
-                f"{self._train.ids[0]!r}.",
+                "The id must belong to a training sample or, with the argument `experiment`, to a "
+                f"target. Found {sample_id!r}. There are {len(self._train.ids)} training samples, "
+                f"such as {self._train.ids[0]!r}.",
                 code="queries.no_sample",
             )
         with self._at_work(), users_code(f"reading sample {sample_id}"):
@@ -100,14 +100,17 @@ class OpenRun(FittedAttributor):
         """Return the training samples that pushed a sample's model output up and down most.
 
         The scores equal those of an experiment with this sample as a target. No file is written.
-        ``asked`` is a sample as the study returns it, such as a tuple, or the input of the study's
-        ``encode``: a dict of the fields of a data file's line, or the text of its field ``text``.
-        The answer contains ``k`` training samples of each sign, and with ``tokens``, their scores
-        by token.
+
+        Args:
+            asked: A sample as the study returns it, such as a tuple. It can also be an input of the
+                study's ``encode``: a dict of fields, or the text of the field ``text``.
+            k: The largest number of training samples with a positive score in the answer, and with
+                a negative score.
+            tokens: Whether the answer also contains the scores of these samples by token.
 
         Raises:
-            InputError: If the run is not finished, if it does not belong to the current study, data
-                and checkpoints, or if the model does not take the sample.
+            InputError: If the run is not finished, if it used another study, other data or other
+                checkpoints, or if the model does not accept the sample.
         """
         ((_, answer),) = self.answers([self.asked(asked)], k, tokens=tokens)
         if isinstance(answer, InputError):
@@ -115,13 +118,11 @@ class OpenRun(FittedAttributor):
         return answer
 
     def asked(self, given: Any, number: int = 0) -> Asked:
-        """Convert a line of a data file, or a text, to a sample. Samples remain unchanged.
+        """Return a sample to score, with its id and fields.
 
-        A mapping of plain values is treated as a line, unless training samples have the same keys
-        and types. ``number`` becomes the id of a sample that has no id.
-
-        Returns:
-            The sample with its id and fields.
+        A text or a mapping of plain values is treated as a line of a data file, and is encoded by
+        the study. A mapping is a sample already if the training samples have the same keys and
+        types. ``number`` becomes the id of a sample without an id.
         """
         if isinstance(given, Asked):
             return given
@@ -135,26 +136,28 @@ class OpenRun(FittedAttributor):
         return Asked(number, given)
 
     def as_read(self, asked: Asked) -> list[str]:
-        """Return lines that show a sample as the model reads it, for studies with ``as_read``."""
+        """Return lines of text that show the model's input, if the study has ``as_read``."""
         with self._at_work():
             ids: Any = [asked.id]
             split = Split([asked.sample], ids)
             return lines_as_read(self.study, split, "The first asked sample", self._train)
 
     def of_class(self, asked: Asked, label: str) -> Asked:
-        """Return a sample with another label, which is the name or number of a class."""
+        """Return a sample with its label replaced by ``label``, the name or number of a class."""
         with self._at_work():
             return as_of_class(asked, label, self.study, self.settings.features.model_output)
 
     def target(self, target_id: int | str, experiment: str | None = None) -> Asked:
-        """Return a target of an experiment, or of the first experiment that has this id.
+        """Return a target by its id.
 
-        A numeric id can also be given as a text.
+        Without ``experiment``, the first experiment that has a target with this id is used. An
+        integer id can also be given as a text.
         """
         known = self.run.specs.experiments
         if experiment is not None and experiment not in known:
             raise InputError(
-                f"The experiment must be in the config: {', '.join(known)}. Found {experiment}.",
+                f"The experiment must be one of those in the config: {', '.join(known)}. Found "
+                f"{experiment}.",
                 code="queries.no_experiment",
             )
         names = list(known) if experiment is None else [experiment]
@@ -173,25 +176,25 @@ class OpenRun(FittedAttributor):
                         return Asked(own_id, split.samples[row], fields)
                 shown += map(str, split.ids[:2])
         raise InputError(
-            f"The id must belong to a target of {', '.join(names)}. Found {target_id}. There are "
-            f"ids such as {', '.join(dict.fromkeys(shown))}.",
+            f"The id must belong to a target of {', '.join(names)}. Found {target_id}. Targets "
+            f"have ids such as {', '.join(dict.fromkeys(shown))}.",
             code="queries.no_target",
         )
 
     def answers(
         self, asked: Sequence[Asked], k: int = 10, *, tokens: bool = False
     ) -> Iterator[tuple[Asked, Answer | InputError]]:
-        """Yield each sample with its answer, or with an error if it cannot be scored.
+        """Yield pairs of a sample and its answer, or an error if the sample cannot be scored.
 
         As many samples as fit in memory are scored together, so that checkpoints that do not stay
-        in memory are read only once. With ``tokens``, the gradients of the samples in the answers
-        are computed too. If scores by token cannot be computed, a notice is printed.
+        in memory are read only once. With ``tokens``, answers also contain scores by token. If
+        these cannot be computed, a notice is printed.
         """
         if tokens:
             self._check_projected("Scores by tokens")
         n = len(self._train.ids)
-        # A target needs memory for its scores and, for each checkpoint, for its solved features or
-        # a column of a Gramian.
+        # Each sample needs memory for its scores and, at each checkpoint, for its features or its
+        # inner products with all training gradients.
         width = self.settings.features.projection.get("proj_dim", n)
         n_bytes = 4 * n + 8 * width * len(self.checkpoints)
         answers: Sequence[Answer | InputError] = []
@@ -205,7 +208,7 @@ class OpenRun(FittedAttributor):
         except Exception as error:
             if len(asked) == 1 and (caused_by_out_of_memory(error) or disk_full_reason(error)):
                 raise
-            message = f"The model must take sample {asked[0].id}. Found an error, "
+            message = f"The model must accept sample {asked[0].id}. It raised "
             message += f"{type(error).__name__}: {error}."
             answers = [InputError(message, code="queries.not_taken")]
         if len(asked) == len(answers):
@@ -217,8 +220,8 @@ class OpenRun(FittedAttributor):
             yield from self.answers(half, k, tokens=tokens)
 
     def _answers(self, group: Sequence[Asked], k: int, *, tokens: bool) -> list[Answer]:
-        # Ids can have different types, so positions replace them. The id of a single sample is kept
-        # for error messages.
+        # Ids of several samples can have different types, which a table cannot store. They are
+        # replaced by positions. A single sample keeps its id, which error messages contain.
         ids: Any = [group[0].id] if len(group) == 1 else [*range(len(group))]
         scores = self.score(Split([asked.sample for asked in group], ids), top=k)
         token_scores = self._tokens(group, scores, k) if tokens else None
@@ -247,7 +250,7 @@ class OpenRun(FittedAttributor):
         return answers
 
     def _tokens(self, group: Sequence[Asked], scores: Scores, k: int) -> pd.DataFrame | None:
-        """Return scores by token with the tokens' texts, or print a notice and return None."""
+        """Return scores by token with the texts of tokens, or print a notice and return None."""
         asked_by_id = dict(zip(scores.targets.index, group, strict=True))
         try:
             table, _ = self.tokens(scores, k)
@@ -261,14 +264,14 @@ class OpenRun(FittedAttributor):
                     texts += [*shown_tokens(self.study, *sample, n - 1), ""]
             return table.assign(text=texts)
         except InputError as error:
-            # The caller then asks single samples, which may fit in memory.
+            # After this error, the caller scores fewer samples at a time, which may fit in memory.
             if len(group) > 1 and error.code == "gradients.memory_limit":
                 raise
             notice(f"answers have no scores by token. {error}")
             return None
 
     def load(self) -> None:
-        """Load all checkpoints if they fit in memory."""
+        """Load the checkpoints before the first sample is scored, if they fit in memory."""
         with self._reading():
             for name in self.checkpoints:
                 self._scorer(name)
@@ -277,24 +280,24 @@ class OpenRun(FittedAttributor):
 
     @property
     def projection(self) -> dict[str, Any]:
-        """The projection in the specs of the run's scores files."""
+        """The settings of the projection that the run used."""
         with self._open_features(self.checkpoints[0]) as file:
             return file.spec["projection"]
 
     @cached_property
     def run(self) -> FinishedRun:
-        """The last run in this results folder."""
+        """The run whose results are read."""
         return self._run or FinishedRun.of_folder(self.folder)
 
     @cached_property
     def study(self) -> Study:
-        """The study."""
+        """The study of the run."""
         with self._at_work():
             return Study.load(Path(self.run.specs.config["study"]))
 
     @property
     def train(self) -> Split:
-        """The training samples."""
+        """The training samples of the study."""
         return self._train
 
     @cached_property
@@ -325,6 +328,6 @@ class OpenRun(FittedAttributor):
 
 
 def _kinds(sample: Any) -> dict[str, type]:
-    """Return the types of a mapping's values, or an empty dict for any other sample."""
+    """Return the type of each value of a mapping, or an empty dict for any other sample."""
     mapping = sample if isinstance(sample, Mapping) else {}
     return {name: type(value) for name, value in mapping.items()}

@@ -19,9 +19,10 @@ from trak_core.study.study import Study
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A sample to explain, its id, and the fields of the data file's line that encodes it.
+    """A sample to explain, with its id.
 
-    If its label was replaced by another, ``own_label`` is the name or number of its original class.
+    ``fields`` contains the fields of the line from which the study encoded the sample. If the label
+    of the sample was replaced, ``own_label`` is the name or number of its original class.
     """
 
     id: int | str
@@ -31,13 +32,14 @@ class Asked:
 
 
 def as_of_class(asked: Asked, label: str, study: Study, model_output: str) -> Asked:
-    """Return a sample with another label: the name of a class of the study, or a number.
+    """Return a sample with its label replaced by another class, given by name or number.
 
-    Its scores explain the log-odds of that class, for example of a wrong prediction.
+    The scores of the result explain the model output for that class, such as a wrong prediction.
     """
     if not about_output(model_output).labels_are_classes:
         raise InputError(
-            f"Only a classifier's samples can get another label. Found the output {model_output}.",
+            "A label can be replaced only if labels are classes. The model output "
+            f"{model_output} has other labels.",
             code="queries.label",
         )
     names = study.class_names()
@@ -54,19 +56,21 @@ class Answer:
     """The training samples that pushed a sample's model output up and down most.
 
     Attributes:
-        asked: The sample.
-        target: ``id``, ``label``, ``prediction``, ``output`` (the mean of the model output over the
-            last checkpoints of the runs) and ``output_sd``, as in the table ``targets``.
+        asked: The sample that was asked about.
+        target: The ``id``, ``label`` and ``prediction`` of the sample, the mean ``output`` of the
+            model over the last checkpoints of the runs, and its standard deviation ``output_sd``.
         text: The study's description of the sample.
         scores: The score of each training sample, by id, float32.
-        influences: The strongest scores of each sign, as in the table ``top_influences``.
-        train: The columns of these training samples, by id, including ``described_text``.
-        model_output: The model output f, as in the config.
-        class_names: The names of the classes, by number. Empty if the study has none.
-        tokens: The scores of ``top`` by token, or None. See ``Attributor.tokens``. The column
-            ``text`` contains the tokens. For each side, the scores of all tokens add up to the
-            training sample's score, up to the rounding of features (with int8, 1 % of the largest
-            score).
+        influences: The strongest positive and negative scores, with the columns of the table
+            ``top_influences`` in a scores file.
+        train: A table of the training samples in ``influences``, by id, with their columns and
+            their ``described_text``.
+        model_output: The model output that was explained, as in the config.
+        class_names: The name of each class, by number. Empty if the study does not name classes.
+        tokens: The scores of ``influences`` by token, as ``Attributor.tokens`` returns them, with
+            the ``text`` of each token, or None. The scores of all tokens on one side, training
+            sample or target, add up to the score of the pair, except for the rounding of features
+            (with int8, 1 % of the largest score).
     """
 
     asked: Asked
@@ -81,16 +85,16 @@ class Answer:
 
     @property
     def top(self) -> pd.DataFrame:
-        """A table of ``train_id``, ``score`` and columns of ``train``, the largest score first."""
+        """A table of the strongest training samples and their scores, the largest score first."""
         both = self.influences.sort_values("score", ascending=False, kind="stable")
         both = both[["train_id", "score"]].reset_index(drop=True)
         return both.join(self.train, on="train_id")
 
     def tokens_of(self, train_id: int | str | None = None) -> pd.DataFrame:
-        """Return ``text`` and ``score`` of each token of a training sample, or of the asked sample.
+        """Return a table with the ``text`` and ``score`` of each token of a training sample.
 
-        If ``train_id`` is None, the table has the asked sample's tokens, and their scores are sums
-        over the training samples in ``top``. The table is empty if ``tokens`` is None.
+        If ``train_id`` is None, the tokens are those of the asked sample, with the sums of their
+        scores over the training samples in ``top``. If ``tokens`` is None, the table is empty.
         """
         if self.tokens is None:
             return pd.DataFrame({"text": [], "score": []})
@@ -102,9 +106,9 @@ class Answer:
         return target.groupby("token").agg({"text": "first", "score": "sum"}).reset_index(drop=True)
 
     def side(self, sign: int) -> pd.DataFrame:
-        """Return the rows of ``top`` whose scores have ``sign`` 1 or -1, the strongest first.
+        """Return the rows of ``top`` with positive scores (``sign`` is 1) or negative ones (-1).
 
-        Columns that do not describe a training sample are left out.
+        The strongest scores come first. Columns with model outputs and predictions are left out.
         """
         label = about_output(self.model_output).label
         top = self.top.assign(label=[self.named(number) for number in self.top["label"].tolist()])
@@ -115,7 +119,7 @@ class Answer:
         return rows if sign > 0 else rows.iloc[::-1]
 
     def said(self) -> str:
-        """Return a line of text with the model output and the sample's label and prediction."""
+        """Return a text with the sample's model output, label and prediction."""
         about = about_output(self.model_output)
         sd = f" ± {self.target['output_sd']:.2g}" if self.target["output_sd"] > 0 else ""
         if self.target["prediction"] == self.target["output"]:  # This is a regression.
@@ -127,16 +131,16 @@ class Answer:
         return f"{about.name}: {self.target['output']:.4g}{sd}{text and '; ' + text}"
 
     def named(self, number: Any) -> Any:
-        """Return the class name of a label or prediction, or the number if it is not a class."""
+        """Return the name of a class by its number, or the number itself if it is not a class."""
         is_class = about_output(self.model_output).labels_are_classes
         return named(self.class_names, number) if is_class else number
 
     def __repr__(self) -> str:
-        """Return the sample and its strongest training samples."""
+        """Return the sample and its strongest training samples as text."""
         return f"{self.text}\n{self.said()}\n{self.top}"
 
     def _repr_html_(self) -> str:
-        """Return the sample and two tables, for Jupyter."""
+        """Return the sample and its strongest training samples as HTML, for Jupyter."""
         parts = [f"<p>{html.escape(self.text)}</p><p>{html.escape(self.said())}</p>"]
         with pd.option_context("display.max_colwidth", None):
             for sign, words in ((1, "Pushed it up"), (-1, "Pushed it down")):

@@ -1,4 +1,4 @@
-"""Render answers as an HTML page, like the page of an experiment, or as rows of a table."""
+"""Convert answers about samples to an HTML page or to a table."""
 
 import contextlib
 import json
@@ -17,9 +17,10 @@ from trak_core.study.sample_columns import short_columns
 
 
 def asked_page(run: OpenRun, answers: Sequence[Answer], k: int) -> str:
-    """Return the HTML page of answers, with ``k`` training samples of each sign per answer.
+    """Return answers as an HTML page, which looks like the page of an experiment.
 
-    The page has the same form as ``answers/{experiment}.html``.
+    For each answer, the page shows at most ``k`` training samples with a positive score and ``k``
+    with a negative score.
     """
     with contextlib.chdir(run.run.folder):
         samples = {str(answer.asked.id): answer.asked.sample for answer in answers}
@@ -33,7 +34,7 @@ def asked_page(run: OpenRun, answers: Sequence[Answer], k: int) -> str:
 
 
 def _file(run: OpenRun, answers: Sequence[Answer]) -> File:
-    """Return answers in the form of an experiment's scores file, with the same tables."""
+    """Return answers in the same form as the scores of an experiment."""
     spec, output_words = run.settings, run.run.specs.output_words
     fields = dict.fromkeys(name for answer in answers for name in answer.asked.fields)
     columns = {name: [answer.asked.fields.get(name) for answer in answers] for name in fields}

@@ -1,6 +1,7 @@
 """Draw line charts of measurements for the report, and a figure of each experiment.
 
-A chart is not scaled on the page. templates/macros.html.j2 shows its title and legend as text.
+The page shows each chart in its original size. The template templates/macros.html.j2 shows the
+title and the legend of a chart as text outside the picture.
 """
 
 import base64
@@ -23,8 +24,8 @@ from trak_core.report.read_results import File, output_of, part_with
 from trak_core.report.template_filters import of_target, of_training_sample, signed
 from trak_core.study.show_samples import Picture
 
-# The size of a chart in inches. An inch of an SVG is 96 CSS pixels, so text in a chart is as large
-# as small text on the page.
+# The size of a chart in inches. Browsers show an inch of an SVG as 96 CSS pixels, so a font size of
+# 9 points makes the text in a chart as large as small text on the page.
 _WIDTH, _HEIGHT = 3.6, 2.5
 _STYLE: dict[Any, Any] = {
     "font.size": 9,
@@ -46,32 +47,34 @@ _REMOVED = {
     "random": _GREY,
 }
 _COLORS = (_BLUE, _ORANGE, _GREEN, "#7b3294", "#a6611a", _GREY)
-# The column, the title of the chart and the label of the axis for each swept setting.
+# For each swept setting: its column in the table `sweep`, and the titles of its chart and x-axis.
 _SWEPT = (
     ("damping", "Damping", "damping, in mean squared feature norms"),
     ("proj_dim", "Dimensions of the projection", "k, numbers per gradient"),
     ("loss_weight_power", "Power of the loss weights", "scoring.loss_weight_power"),
 )
-# The number of targets in a figure.
+# The largest number of targets in a figure.
 TARGETS_IN_FIGURE = 6
-# The largest number of characters in a line, and of lines, for texts above and inside a tile.
+# The text above a tile and the text inside it: the largest numbers of (characters per line, lines).
 _ABOVE, _WITHIN = (18, 2), (17, 9)
-# The titles of the charts of each measure of retrained models.
+# The title of the chart for each quantity that is measured on retrained models.
 _MEASURES = {
     "change": "Change of the model output",
     "accuracy": "Accuracy",
     "target_loss": "Loss",
     "output": "Model output",
 }
-# The largest number of groups in a chart, and of characters and lines in a group's name.
+# The largest number of groups in a chart, and the largest numbers of (characters per line, lines)
+# in the name of a group.
 _GROUPS, _NAME = 25, (22, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """The points of a line, with intervals from ``low`` to ``high`` if they are given.
+    """A line of a chart, through the points ``x`` and ``y``.
 
-    A ``dashed`` line has no markers.
+    If ``low`` and ``high`` are given, an interval is drawn at each point. A ``dashed`` line has no
+    markers at its points.
     """
 
     label: str
@@ -85,9 +88,10 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart. ``src`` is the picture as a data URL, and ``alt`` describes the picture.
+    """A chart as a picture, with its title and legend.
 
-    ``width`` and ``height`` are in CSS pixels.
+    ``src`` contains the picture as a data URL, and ``alt`` is its alternative text. ``width`` and
+    ``height`` are in CSS pixels.
     """
 
     title: str
@@ -121,10 +125,11 @@ def _line_chart(
     x_ticks: Sequence[float] | None = None,
     ceiling: Any = None,
 ) -> Chart:
-    """Return a chart of lines. ``ceiling`` is a row with ``lds``, ``low`` and ``high``, or None.
+    """Return a chart of lines.
 
-    The default ticks are at the points of the first line. If it has more than six points,
-    matplotlib chooses the ticks.
+    ``ceiling`` is None, or a row with the noise ceiling ``lds`` and its interval from ``low`` to
+    ``high``, which is drawn in grey. By default, ticks are at the points of the first line, or
+    where matplotlib puts them if this line has more than six points.
     """
     if x_ticks is None and len(lines[0].x) <= 6:
         x_ticks = lines[0].x
@@ -152,7 +157,7 @@ def _line_chart(
 
 
 def _chart(title: str, shown: str, figure: Figure, legend: Sequence[Line] = ()) -> Chart:
-    """Return a figure as a chart. ``shown`` describes the axes for the alternative text."""
+    """Return a figure as a chart, with the title and ``shown`` as its alternative text."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     width, height = figure.get_size_inches()
@@ -171,11 +176,11 @@ def _with_interval(label: str, rows: pd.DataFrame, x: str, y: str, color: str) -
 
 
 def lds_charts(evaluation: File) -> list[Chart]:
-    """Return charts of LDS against the number of checkpoints and against each swept setting."""
+    """Return charts of the LDS by the number of checkpoints and by each swept setting."""
     ceiling = evaluation.row("summary", kind="ceiling")
     curve = evaluation.tables["checkpoints"]
     counts = curve["n_checkpoints"].tolist()
-    # A long curve has ticks at 1, 2, 5, 10, ... and at its end, so that labels do not overlap.
+    # Labels at all points of a long curve would overlap. Label 1, 2, 5, 10, ... and the last one.
     ticks = [n for n in counts[:-1] if len(counts) <= 6 or str(n)[0] in "125"] + counts[-1:]
     charts = [
         _line_chart(
@@ -195,9 +200,10 @@ def lds_charts(evaluation: File) -> list[Chart]:
 
 
 def _sweep_chart(evaluation: File, name: str, title: str, label: str, ceiling: Any) -> Chart:
-    """Return a chart of LDS against one setting, with the config's values of the other settings.
+    """Return a chart of the LDS against the swept setting ``name``.
 
-    The chart has a line for each value of ``combine``.
+    The other numeric settings have the values in the config. The chart has a line for each value
+    of the setting ``combine``.
     """
     config = evaluation.row("best", setting="config")
     others = {other: getattr(config, other) for other, *_ in _SWEPT if other != name}
@@ -211,11 +217,13 @@ def _sweep_chart(evaluation: File, name: str, title: str, label: str, ceiling: A
 
 
 def removal_charts(removals: File, labels: Mapping[str, str]) -> list[Chart]:
-    """Return a chart for each measure of models retrained without, or only on, chosen samples.
+    """Return charts that show how models change if they are retrained on fewer samples.
 
-    A chart shows the measure against the number of samples, with a line for the chosen samples and
-    a line for the same number of random samples. ``labels`` contains a phrase for each kind of
-    subset, and the entry ``treated``, ``removed`` or ``trained on``. An empty list has no charts.
+    Models are retrained either without chosen samples, or only on them. There is a chart for each
+    quantity measured on these models, such as accuracy. It shows the quantity against the number
+    of samples, with a line for the chosen samples and a line for equally many random samples.
+    ``labels`` contains the legend's phrase for each kind of subset, and under the key ``treated``
+    either "removed" or "trained on". If no samples were chosen, no charts are returned.
     """
     summary, charts = removals.tables["summary"], []
     measures = [m for m in ("change", "accuracy", "target_loss") if m in set(summary["measure"])]
@@ -239,7 +247,7 @@ def removal_charts(removals: File, labels: Mapping[str, str]) -> list[Chart]:
 
 
 def group_charts(groups: File) -> list[Chart]:
-    """Return a chart for each column, which shows the mean scores of its largest groups."""
+    """Return a chart for each column, which shows the mean scores of the largest groups in it."""
     charts = []
     for column, rows in groups.tables["groups"].groupby("column", sort=False):
         largest = rows.nlargest(_GROUPS, "n", keep="all").head(_GROUPS)
@@ -255,7 +263,7 @@ def group_charts(groups: File) -> list[Chart]:
             axes.set_yticks(shown.index, labels=names, parse_math=False)
             axes.set_ylim(-0.6, len(shown) - 0.4)
             axes.set_xlabel("mean score")
-            # To keep tick labels short, the axis shows a power of ten once for small scores.
+            # If scores are small, the axis shows their power of ten once, to keep labels short.
             axes.locator_params(axis="x", nbins=4)
             axes.ticklabel_format(axis="x", scilimits=(-2, 4))
             axes.grid(axis="x", color="#ddd", linewidth=0.6)
@@ -264,7 +272,7 @@ def group_charts(groups: File) -> list[Chart]:
 
 
 def influences_figure(examples: Examples) -> Figure:
-    """Return a figure whose rows show the first targets, each with its strongest samples."""
+    """Return a figure in which each row shows a target and its strongest training samples."""
     width, name = 1 + 2 * EACH, examples.experiment.spec["experiment"]
     output, shown = output_of(examples.experiment), examples.shown[:TARGETS_IN_FIGURE]
     figure = Figure(figsize=(1.15 * width + 0.6, 1.5 * len(shown) + 0.9), layout="constrained")
@@ -296,7 +304,7 @@ def _wrapped(text: str, characters: int, lines: int) -> str:
 
 
 def _tile(axes: Axes, sample: Picture | str, title: tuple[str, ...], color: str) -> None:
-    """Draw a sample in a frame. matplotlib must not parse its text as a formula."""
+    """Draw a sample in a frame. Texts with dollar signs are not drawn as formulas."""
     axes.set_axis_on()
     above = "\n".join(_wrapped(line, *_ABOVE) for line in title)
     axes.set_title(above, fontsize=8, color=color, parse_math=False)

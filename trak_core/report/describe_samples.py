@@ -1,7 +1,7 @@
-"""Show samples to readers as pictures or texts from the study, or as printed values.
+"""Prepare samples for display, as pictures or texts from the study, or as printed values.
 
-The report (templates/examples.html.j2), the answers (templates/answer.html.j2) and the figures
-(``charts``) all show samples in this way.
+The report (templates/examples.html.j2), the pages of answers (templates/answer.html.j2) and the
+figures of experiments (module ``charts``) show samples in this way.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ from trak_core.study.read_targets import split_of
 from trak_core.study.show_samples import SHORTENED, Picture, Words, are_drawn, show_sample
 from trak_core.study.study import Study
 
-# The largest number of training samples of each sign that are shown for a target.
+# The largest number of training samples with positive (and with negative) scores for a target.
 EACH = 4
 # The largest number of targets per experiment and in total, which limits the size of the page.
 _TARGETS, _IN_ALL = 20, 120
@@ -26,11 +26,11 @@ _TARGETS, _IN_ALL = 20, 120
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """Targets of an experiment and their strongest training samples, by id.
+    """The first targets of an experiment and their strongest training samples.
 
-    ``targets`` contains the targets in the table ``shown``. ``train`` can also contain other
-    training samples. ``drawn`` is whether samples are pictures, and ``described`` is whether they
-    have texts from the study's ``describe``.
+    ``targets`` and ``train`` map the ids of samples to their pictures or texts. ``train`` can also
+    contain training samples of other experiments. ``drawn`` is true if samples are shown as
+    pictures, and ``described`` is true if the study's ``describe`` returns their texts.
     """
 
     experiment: File
@@ -41,20 +41,21 @@ class Examples:
 
     @property
     def shown(self) -> list[Any]:
-        """The rows of the targets that are shown."""
+        """The rows of the shown targets in the experiment's table of targets."""
         return rows_with(self.experiment.tables["shown"])
 
 
 def targets_shown(n_experiments: int) -> list[int]:
-    """Return how many targets to show at most for each experiment, at most 120 in total."""
+    """Return the largest number of targets to show for each experiment, at most 120 in all."""
     each = max(1, min(_TARGETS, _IN_ALL // n_experiments))
     return [each if i * each < _IN_ALL else 0 for i in range(n_experiments)]
 
 
 def targets_of(study: Study, experiment: File, ids: Sequence[Any], question: Path | None) -> Split:
-    """Return the experiment's targets with these ids, from the study or the file ``question``.
+    """Return the experiment's targets with the given ids.
 
-    Targets that are means of others are returned as texts.
+    Targets are read from the file ``question`` if it is given, else from the study. A target that
+    is a mean over other targets is returned as a text that names it.
     """
     targets = experiment.tables["targets"]
     if MEAN_OF in targets:
@@ -70,11 +71,12 @@ def find_examples(
     targets: Iterable[Split],
     also: Sequence[Any] = (),
 ) -> list[Examples]:
-    """Return the targets and strongest training samples of each experiment, ready for display.
+    """Return the first targets and strongest training samples of each experiment for display.
 
-    The study's ``draw(axes, sample)`` draws a sample, and its ``describe(sample)`` returns a text.
-    Without these functions, images are shown and other samples are printed. ``targets`` contains
-    the targets of each experiment, and ``also`` contains ids of other training samples to show.
+    If the study defines ``draw(axes, sample)`` or ``describe(sample)``, samples are shown as their
+    pictures or texts. Otherwise images are shown as pictures, and other samples are printed.
+    ``targets`` contains the targets of each experiment, and ``also`` contains the ids of further
+    training samples to show.
     """
     draws, describes = are_drawn(study, train), study.has("describe")
 

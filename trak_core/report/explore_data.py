@@ -1,7 +1,7 @@
-"""Prepare the data of an experiment's page: its targets and their training samples.
+"""Prepare the data of an experiment's page, which shows its targets and their training samples.
 
-A template shows the first targets. The page's script shows all targets, from the same data. Samples
-that would make the page too large are left out, and the page says how many.
+The HTML of the page contains the first targets. A script in the page shows all targets from the
+same data. If the page would be too large, some samples are left out, and the page says how many.
 """
 
 import json
@@ -30,32 +30,35 @@ from trak_core.study.show_samples import (
 )
 from trak_core.study.study import Study
 
-# The number of training samples of each sign for a target, and the number of targets that the page
-# shows without its script.
+# For each target, the page shows at most EACH_ON_PAGE training samples with a positive score and as
+# many with a negative score. Without its script, the page shows at most AT_ONCE targets.
 EACH_ON_PAGE, AT_ONCE = 10, 20
-# Size limits in bytes: for a page, for its ids, scores and columns, and for its text, style and
-# script, including the targets that are shown without the script.
+# The largest sizes in bytes of a page, of the ids, scores and columns in its data, and of its
+# markup, style and script. The targets that are shown without the script belong to the markup.
 _PAGE, _ROWS, _MARKUP = 5_000_000, 2_500_000, 600_000
-# The largest number of characters of a text if all texts fit. Otherwise the limit is SHORTENED.
+# The largest number of characters of a sample's text. If the page would be too large, texts are
+# shortened to SHORTENED characters.
 _CHARACTERS = 1000
 
-# A function (is_target, id, characters) that returns the sample as it is shown, with at most
-# ``characters`` characters, and a digest of its contents. ``is_target`` is false for training ids.
+# A function (is_target, id, characters) that returns the picture or text of a sample, and a digest
+# of the sample's contents. ``is_target`` is false for training samples. The text has at most
+# ``characters`` characters.
 Show = Callable[[bool, Any, int], tuple[Picture | str, bytes]]
-# A function (is_target, id, number of tokens) that returns the texts of a sample's tokens.
+# A function (is_target, id, number of tokens) that returns the text of each token of a sample.
 Texts = Callable[[bool, Any, int], Sequence[str]]
 _EQUAL_HARMS = (
     "A training sample equal to this target is among its most harmful samples. Compare their "
     "labels, or which of their tokens are scored."
 )
-# Colours of tokens have levels from 1 to LEVELS. The largest score has the level LEVELS.
+# The colour of a token has a level from 1 to LEVELS, proportional to its absolute score.
 LEVELS = 9
 
 
 def _scores_by_token(table: pd.DataFrame | None) -> dict[tuple[Any, Any], np.ndarray]:
-    """Return the scores of a training sample's tokens, by target and training sample.
+    """Return arrays with a score for each token of a sample.
 
-    The scores of a target's tokens, summed over its training samples, have the key (target, None).
+    The scores of a training sample's tokens have the key (target id, training id). The scores of a
+    target's tokens, summed over training samples, have the key (target id, None).
     """
     by_token: dict[tuple[Any, Any], np.ndarray] = {}
     if table is not None:
@@ -68,7 +71,7 @@ def _scores_by_token(table: pd.DataFrame | None) -> dict[tuple[Any, Any], np.nda
 
 
 def token_levels(scores: np.ndarray) -> list[int]:
-    """Return integers proportional to scores. The largest absolute value becomes ``LEVELS``."""
+    """Return scores as integers, scaled so that the largest absolute value becomes LEVELS."""
     largest = np.abs(scores).max(initial=0) or 1
     return np.rint(LEVELS * scores / largest).astype(int).tolist()
 
@@ -78,19 +81,20 @@ class Answer:
     """The contents of an experiment's page.
 
     Attributes:
-        experiment: The scores. See ``read_experiment``.
+        experiment: The scores of the experiment, as ``read_experiment`` returns them.
         targets: The id, texts, columns, ``sample`` and ``influences`` of each target. An influence
-            contains an index in ``train``, a score, and the levels of the sample's tokens if known.
-            If there are scores by token, ``tokens`` and ``levels`` contain the texts and levels of
-            the target's tokens. ``equal`` maps indices in ``train`` to marks of samples with the
-            same contents as other samples or the target. ``equal_harms`` is a sentence if
-            one of the most harmful samples has the same contents as the target, else "".
-        train: The id, texts, columns and ``sample`` of the targets' training samples, and of the
-            most harmful training samples.
-        columns: The names of the columns in ``values`` of ``targets`` and ``train``, in order.
+            contains an index in ``train``, a score and, if known, the colour levels of the training
+            sample's tokens. If scores by token are known, ``tokens`` and ``levels`` contain the
+            texts and colour levels of the target's tokens. ``equal`` maps an index in ``train`` to
+            a note if this sample has the same contents as the target or another sample.
+            ``equal_harms`` is a warning if a copy of the target harms the target, else "".
+        train: The id, texts, columns and ``sample`` of the training samples with the strongest
+            influences on these targets, and of the most harmful training samples.
+        columns: For "targets" and for "train", the names of the columns whose values each entry
+            contains as ``values``, in the same order.
         pictures: Data URLs of the pictures that are shown without the script, by element id.
         drawn: Whether samples are shown as pictures.
-        described: Whether samples have texts from the study.
+        described: Whether samples have texts from the study's ``describe``.
     """
 
     experiment: File
@@ -103,19 +107,19 @@ class Answer:
 
     @property
     def is_mean(self) -> bool:
-        """Whether the target is not a sample, but a mean of others or a difference of means."""
+        """Whether the target is a mean over samples, or a difference of means."""
         return MEAN_OF in self.experiment.tables["targets"]
 
     @property
     def n_left_out(self) -> tuple[int, int]:
-        """The number of targets that are not on the page, and of samples without contents."""
+        """The number of targets left out of the page, and of samples without picture or text."""
         samples = [*self.train] if self.is_mean else [*self.targets, *self.train]
         without = sum(sample["sample"] is None for sample in samples)
         return len(self.experiment.tables["targets"]) - len(self.targets), without
 
     @property
     def meanings(self) -> str:
-        """Sentences that explain the label, the prediction, and the columns of the study."""
+        """An explanation of the label, the prediction, and the columns that the study adds."""
         about = output_of(self.experiment)
         sentences = []
         if about.label != "label" and not (about.is_own or self.is_mean):
@@ -134,7 +138,7 @@ class Answer:
 
     @property
     def data(self) -> str:
-        """The data for the script, as JSON that is safe inside an HTML element."""
+        """The data for the page's script, as JSON that is safe inside an HTML element."""
         about = output_of(self.experiment)
         names = ("targets", "train", "columns", "drawn", "described")
         whole = {name: getattr(self, name) for name in names}
@@ -142,7 +146,7 @@ class Answer:
 
 
 def _json(value: Any) -> str:
-    """Return JSON without characters that could start or end an element or a comment."""
+    """Return a value as JSON in which characters that are special in HTML are escaped."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -150,14 +154,15 @@ def _json(value: Any) -> str:
 
 
 def _study_columns(table: pd.DataFrame) -> list[str]:
-    """Return the columns that the study added."""
+    """Return the names of the columns that the study added to a table of samples."""
     return [name for name in table.columns if name not in RESERVED]
 
 
 def _entries(table: pd.DataFrame, about: About) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return an entry for each row, and the names of the values by which the page can filter.
+    """Return the page's entry for each row of a table of samples, and the names of its ``values``.
 
-    An entry contains the id, the anchor, the values as texts, and the study's columns as one text.
+    An entry contains the id of the sample, its URL fragment, the ``values`` by which the page can
+    filter (label, prediction and the study's columns), and the study's columns as one text.
     """
     added = _study_columns(table)
     pairs = ((about.label, "label"), (about.prediction, "prediction"))
@@ -176,7 +181,7 @@ def _entries(table: pd.DataFrame, about: About) -> tuple[list[dict[str, Any]], l
 
 
 def _targets(experiment: File, n_targets: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the entries of the first targets, without influences, and their column names."""
+    """Return the page's entries for the first targets, without influences, and column names."""
     output = output_of(experiment)
     table = experiment.tables["targets"].head(n_targets)
     entries, names = _entries(table, output)
@@ -193,9 +198,10 @@ def _targets(experiment: File, n_targets: int) -> tuple[list[dict[str, Any]], li
 def _train(
     experiment: File, ids: Sequence[Any], self_influence: pd.Series | None
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return entries of training samples with harm, help and self-influence, and column names.
+    """Return the page's entries for training samples, and their column names.
 
-    ``places`` in an entry contains the sample's rank by each of these numbers, from 0.
+    An entry contains the harm, help and self-influence of the sample, as far as they are known. Its
+    ``places`` contain the rank of the sample by each of these numbers, starting from 0.
     """
     output = output_of(experiment)
     table = experiment.tables["train"].set_index("id", drop=False).loc[list(ids)]
@@ -207,7 +213,8 @@ def _train(
     numbers = {key: table[key] for key in ("harm", "help") if key in table}
     if self_influence is not None:
         numbers["self-influence"] = self_influence.loc[list(ids)]
-    # Sort as in the list of suspects: by the number before rounding, then by the row in the study.
+    # Samples with equal numbers are sorted by their row in the study, so that the page and the list
+    # of suspects have the same order.
     rows = pd.Index(experiment.tables["train"]["id"]).get_indexer(list(ids))
     for name, column in numbers.items():
         order = np.lexsort((rows, -column.to_numpy()))
@@ -225,7 +232,7 @@ def _rows(
     by_token: Mapping[tuple[Any, Any], np.ndarray],
     token_texts: Texts,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, list[str]]]:
-    """Return the page's entries for targets and training samples, and the column names of both."""
+    """Return the page's entries for targets and for training samples, and their column names."""
     ids = experiment.tables["targets"]["id"].tolist()[:n_targets]
     influences = experiment.tables["top_influences"]
     is_kept = influences["target_id"].isin(ids) & (influences["rank"] <= EACH_ON_PAGE)
@@ -261,16 +268,16 @@ def explore(
     token_scores: pd.DataFrame | None = None,
     self_influence: pd.Series | None = None,
 ) -> Answer:
-    """Return the contents of an experiment's page of at most 5 MB.
+    """Return the contents of an experiment's page, limited to about 5 MB.
 
     Targets are added in order until their ids, scores and columns take half of the page. Then
-    pictures or texts of samples are added while they fit: first those of the first targets and
-    their training samples, then those of other targets, then those of other training samples,
-    ordered by their best rank. If not all texts fit, texts are shortened.
+    pictures or texts of samples are added as long as they fit. The first targets and their training
+    samples come first, then the other targets, then the other training samples in the order of
+    their best rank for a target. If not all texts fit, texts are shortened.
 
     ``train`` and ``targets`` contain the samples that the page may show. ``token_scores`` is the
-    table ``tokens`` of a token-scores file. ``self_influence`` contains the self-influence of
-    training samples, by id.
+    table ``tokens`` of a file of token scores. ``self_influence`` contains the self-influence of
+    training samples, indexed by id.
     """
     splits, drawn, described = (train, targets), are_drawn(study, train), study.has("describe")
     row_of = [{sample_id: row for row, sample_id in enumerate(s.ids)} for s in splits]
@@ -294,7 +301,7 @@ def explore(
         if n_bytes <= _ROWS or n_targets == 1:
             break
         n_targets = max(1, int(0.95 * n_targets * _ROWS / n_bytes))
-    # A target that is a mean of others is not a sample that can be shown.
+    # A target that is a mean over samples has no picture or text of its own.
     shown = [] if MEAN_OF in experiment.tables["targets"] else target_entries
     first = {i for entry in target_entries[:AT_ONCE] for i, *_ in entry["influences"]}
     asked = [(True, entry) for entry in shown[:AT_ONCE]]
@@ -311,9 +318,10 @@ def explore(
 
 
 def _without_repeated(experiment: File, show: Show) -> File:
-    """Return an experiment without the target columns whose values the targets' texts contain.
+    """Return the experiment without columns of targets that repeat parts of the targets' texts.
 
-    If a user-defined ``encode`` makes a text from fields of a row, these fields are also columns.
+    If the study's ``encode`` puts a field of a row into the text of a sample, this field is also a
+    column, and the page would show it twice.
     """
     table = experiment.tables["targets"]
     if MEAN_OF in table:
@@ -342,7 +350,12 @@ def _fill(
     *,
     drawn: bool,
 ) -> dict[str, str]:
-    """Add samples to entries, up to ``n_bytes``. Return the pictures shown without the script."""
+    """Return the pictures to show without the script, after adding samples to their entries.
+
+    ``asked`` contains pairs (is_target, entry), with the most important first. Pictures or texts
+    are added until ``n_bytes`` are used, and always to the first ``n_at_once`` entries, which are
+    shown without the script. Their pictures are returned as data URLs, by element id.
+    """
     samples, used = [], 0
     for is_target, entry in asked:
         shown, entry["digest"] = show(is_target, entry["key"], SHORTENED if drawn else _CHARACTERS)
@@ -362,7 +375,7 @@ def _fill(
             continue
         if count < n_at_once:
             places.setdefault(sample.src, f"picture-{len(places)}")
-        # If a picture is already on the page, the script refers to it by its id.
+        # A picture that the HTML already contains is not repeated. The script refers to its id.
         source = places.get(sample.src, sample.src)
         entry["sample"] = [source, sample.width, sample.height, sample.text]
     return {place: source for source, place in places.items()}
@@ -371,9 +384,10 @@ def _fill(
 def _mark_equal(
     targets: Sequence[dict[str, Any]], train: Sequence[dict[str, Any]], about: About
 ) -> None:
-    """Mark training samples of a target that have equal contents, even if their labels differ.
+    """Mark the training samples of each target that equal the target or each other.
 
-    Only samples that are shown are compared.
+    Samples are equal if their contents are equal, even if their labels differ. Only samples that
+    the page shows are compared.
     """
     digests = [entry.get("digest") for entry in train]
     for target in targets:
@@ -388,13 +402,14 @@ def _mark_equal(
             if marks:
                 target["equal"][place] = ", ".join(marks)
         is_harmed = any(not shown[place].startswith("+") for place in same)
-        # In regression, a copy of a target lowers the prediction if that is too high, so a negative
-        # score of the copy does not mean harm.
+        # In regression, training on a copy of the target lowers a prediction that is too high. The
+        # copy then has a negative score although it helps, so there is no warning.
         target["equal_harms"] = _EQUAL_HARMS if is_harmed and not about.raises else ""
 
 
 def _size(sample: Picture | str) -> int:
     text = sample if isinstance(sample, str) else sample.text
-    # Quotes and commas need up to 20 bytes. JSON encodes some characters as two or six bytes.
+    # The JSON text is measured, because it encodes some characters as two or six bytes. The 20
+    # bytes are for quotes and commas.
     picture = len(sample.src) if isinstance(sample, Picture) else 0
     return len(_json(text).encode()) + picture + 20

@@ -27,21 +27,22 @@ from trak_core.settings import EXACT, LESS, MEAN_OF
 from trak_core.study.dataset_split import Split
 from trak_core.study.sample_columns import named, with_names
 
-# Loss weights with a smaller absolute value are counted as near 0.
+# A loss weight counts as near 0 if its absolute value is below this limit.
 NEAR_ZERO = 1e-3
 _N_LARGEST = 10
 _N_HARMFUL = 100
 _CLASSES = ("label", "prediction", "train_label")
-# The largest number of training samples in the table that compares experiments.
+# The largest number of rows in the table that compares the experiments by training sample.
 _N_SHARED = 30
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """The part of an artifact that the report shows.
+    """The part of an artifact file that the report shows.
 
-    ``name`` is the artifact's path in the results folder, and ``spec`` contains its settings.
-    ``tables`` maps keys to tables, and ``attributes`` maps names to numbers and texts.
+    ``name`` is the path of the file in the results folder, ``spec`` contains the settings of its
+    computation, and ``provenance`` contains the versions of the software that wrote it. ``tables``
+    and ``attributes`` contain tables, numbers and texts, by name.
     """
 
     name: str
@@ -52,34 +53,35 @@ class File:
     attributes: Mapping[str, Any] = field(default_factory=dict)
 
     def row(self, table: str, **values: Any) -> Any:
-        """Return the first row with these values in a table, or None if there is no such row."""
+        """Return the first row of a table whose columns have the given values, or None."""
         return next(iter(rows_with(self.tables[table], **values)), None)
 
     def strongest(self, target: Any, sign: int) -> list[Any]:
-        """Return the rows of a target's strongest influences with the given sign, 1 or -1."""
+        """Return the strongest influences on a target with positive (1) or negative (-1) scores."""
         return rows_with(self.tables["top_influences"], target_id=target, sign=sign)
 
 
 def part_with(table: pd.DataFrame, **values: Any) -> pd.DataFrame:
-    """Return the rows of a table in which columns have the given values."""
+    """Return the rows of a table whose columns have the given values."""
     for column, value in values.items():
         table = table.loc[table[column] == value, :]
     return table
 
 
 def rows_with(table: pd.DataFrame, **values: Any) -> list[Any]:
-    """Return the rows that ``part_with`` returns, as named tuples."""
+    """Return the rows of a table whose columns have the given values, as named tuples."""
     return list(part_with(table, **values).itertuples())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """The inputs of the report. The field of a measurement that was not made is empty.
+    """The results that the report shows.
 
-    ``config`` contains the keys that determine results. ``experiments`` are in the config's order.
-    The keys of ``evaluations`` and ``groups`` are experiments. Each file of ``removals`` is for an
-    experiment or a list. ``matrices`` contains a file for each checkpoint, and ``self_influence``
-    contains at most one file.
+    ``config`` contains the settings that determine the numbers. ``experiments`` contains the scores
+    of each experiment, in the order of the config, and ``matrices`` contains the normal matrix of
+    each checkpoint. The other fields are empty if nothing was measured. ``evaluations`` and
+    ``groups`` map names of experiments to their files. Each file of ``removals`` belongs to an
+    experiment or a list of samples. ``self_influence`` contains at most one file.
     """
 
     config: Mapping[str, Any]
@@ -92,18 +94,18 @@ class Results:
 
     @property
     def awaits_evaluation(self) -> bool:
-        """Whether the config has an evaluation that has not finished."""
+        """Whether the config requests an evaluation whose results do not exist yet."""
         measured = (self.evaluations, self.removals, self.self_influence)
         return bool(self.config.get("evaluation")) and not any(measured)
 
     @property
     def spec(self) -> Mapping[str, Any]:
-        """The first experiment's spec. All specs share checkpoints, projection and scoring."""
+        """The settings of the first experiment. All have the same checkpoints and scoring."""
         return self.experiments[0].spec
 
     @property
     def n_targets(self) -> int:
-        """The number of distinct target ids."""
+        """The number of different target ids in all experiments."""
         return len({i for file in self.experiments for i in file.tables["targets"]["id"]})
 
     @property
@@ -131,25 +133,27 @@ def read_experiment(
 ) -> File:
     """Return the scores of an experiment, with the strongest influences on its first targets.
 
-    For each of the first ``n_shown`` targets, at most ``each`` influences of each sign are kept.
-    The attribute ``fit`` is computed if the training samples are given as ``train_split``.
+    For each of the first ``n_shown`` targets, at most ``each`` positive and ``each`` negative
+    scores are kept. If the training samples are given as ``train_split``, the attribute ``fit``
+    tells how well the models predict them.
 
     Returns:
         A file with these tables. The index of ``train`` and ``moved`` is the row in the study.
 
-        - ``targets``: all targets. ``shown``: the first targets.
-        - ``top_influences``: the influences on the first targets.
+        - ``targets``: all targets.
+        - ``shown``: the first ``n_shown`` targets.
+        - ``top_influences``: the strongest scores of the first targets.
         - ``train``: the training samples in ``top_influences``, and the most harmful ones.
-        - ``moved``: harm and help of all training samples, if they are known.
+        - ``moved``: the harm and help of every training sample, if they are known.
 
-        It has these attributes, besides attributes of the scores file:
+        The file has these attributes, besides attributes of the scores file:
 
-        - ``output_words``: JSON that describes a user-defined model output in the config.
+        - ``output_words``: JSON that describes the model output if the user defined it, else None.
         - ``one_loss_weight``: whether all loss weights are 1.
         - ``saturated``: the fraction of training samples whose loss weight is near 0.
         - ``n_train``: the number of training samples.
         - ``n_trained_on`` and ``fit``: see the functions ``n_trained_on`` and ``with_fit``.
-        - ``influential``: the ids of the training samples in the stored ``top_influences``.
+        - ``influential``: the ids of the training samples with a strong influence on any target.
         - ``most_harmful``: the ids of up to 100 samples that harm targets most.
         - ``n_harmful``: the number of samples that harm more than they help.
     """
@@ -193,42 +197,43 @@ def read_experiment(
 
 
 def with_fit(experiment: File, columns: pd.DataFrame, train: Split) -> File:
-    """Return an experiment's scores with the result of ``fit_of`` as the attribute ``fit``."""
+    """Return an experiment's scores with ``fit``: how well the models predict ``train``."""
     fit = fit_of(columns, output_of(experiment), train)
     return replace(experiment, attributes={**experiment.attributes, "fit": fit})
 
 
 def n_trained_on(targets: pd.DataFrame, train: pd.DataFrame) -> int:
-    """Return the number of targets whose id, label and model output equal a training sample's.
+    """Return the number of targets that are also training samples.
 
-    Equal ids are not enough, because training samples and targets can both be numbered from 0.
+    A target counts if a training sample has the same id, the same label and nearly the same model
+    output. The id is not enough, because targets and training samples may both be numbered from 0.
     """
     if MEAN_OF in targets:
         return 0
     asked = targets.loc[targets["id"].isin(train["id"]), :]
     same = train.set_index("id").loc[asked["id"], :]
-    # Equal samples may have different outputs, because rounding depends on the batch.
+    # Outputs of equal samples may differ slightly, because rounding depends on the batch.
     is_near = np.isclose(asked["output"], same["output"], rtol=1e-3, atol=1e-3)
     return int(np.sum(is_near & (asked["label"].to_numpy() == same["label"].to_numpy())))
 
 
 def output_of(experiment: File) -> About:
-    """Return the description of the model output of an experiment's scores."""
+    """Return the description of the model output that an experiment explains."""
     name, words = experiment.spec["model_output"], experiment.attributes.get("output_words")
     about = about_output({**json.loads(words), "function": name} if words else name)
     about = replace(about, meaning=experiment.attributes.get("meaning", about.meaning))
     targets = experiment.tables.get("targets", pd.DataFrame())
     is_difference = MEAN_OF in targets and any(LESS in of for of in targets[MEAN_OF])
     about = replace(about, raises="the difference") if is_difference else about
-    # A mean over targets has no label that f could be closer to, and a difference of means is not
-    # better if it is larger or smaller. Therefore ``better`` is cleared.
+    # ``better`` is cleared, because a mean over targets has no label to which the model output
+    # could be closer, and a difference of means is not better if it is larger.
     return replace(about, better="") if MEAN_OF in targets and about.raises else about
 
 
 def with_class_names(file: File, names: Sequence[str]) -> File:
-    """Return a file whose tables contain the names of classes instead of their numbers.
+    """Return the file with class numbers in its tables replaced by the names of the classes.
 
-    Numbers without a name, and labels that are not classes, remain unchanged.
+    Numbers without a name and labels that are not classes remain unchanged.
     """
     if not names or not output_of(file).labels_are_classes:
         return file
@@ -241,7 +246,7 @@ def with_class_names(file: File, names: Sequence[str]) -> File:
 
 
 def _groups_with_names(table: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
-    """Return a table whose groups by label or prediction have names instead of class numbers."""
+    """Return a table of groups, with names of classes instead of their numbers."""
     is_class = table["column"].isin(["label", "prediction"]).tolist()
     groups = {name: table[name].tolist() for name in ("group", "other") if name in table}
     return table.assign(**{
@@ -251,13 +256,17 @@ def _groups_with_names(table: pd.DataFrame, names: Sequence[str]) -> pd.DataFram
 
 
 def side_by_side(experiments: Sequence[File]) -> list[dict[str, Any]]:
-    """Return training samples that are prominent in several experiments, the strongest first.
+    """Return the training samples that stand out in at least two experiments, strongest first.
 
-    The strength of a sample is the sum over experiments of |score| / (the experiment's largest
-    |score|). A sample has ``id``, ``label`` and ``moved``. ``moved`` has an entry for each
-    experiment that defines ``help``. An entry contains ``harm``, ``help``, ``score`` (``help``
-    minus ``harm``) and ``stands_out``, which is true if the sample is among the strongest samples
-    of a shown target or among the 100 most harmful samples.
+    A sample stands out in an experiment if it is among the strongest samples of a shown target or
+    among the 100 most harmful samples. The score of a sample in an experiment is its help minus its
+    harm. To compute the strength of a sample, |score| is divided by the largest |score| in the
+    experiment, and summed over experiments.
+
+    Returns:
+        For each sample a mapping with the keys ``id``, ``label`` and ``moved``. ``moved`` is a list
+        with ``experiment``, ``harm``, ``help``, ``score`` and ``stands_out`` for each experiment
+        for which harm and help are known.
     """
     experiments = [file for file in experiments if "harm" in file.tables["moved"]]
     if len(experiments) < 2:
@@ -273,7 +282,7 @@ def side_by_side(experiments: Sequence[File]) -> list[dict[str, Any]]:
     shared = [row for row, count in counts.items() if count > 1]
     samples = []
     for row in sorted(shared, key=lambda row: (-strength[row], row))[:_N_SHARED]:
-        # Cells are read one by one, because pandas would convert an integer id in a row to float.
+        # If a whole row were read, pandas would convert an integer id to float.
         where = next(table for table in known if row in table.index)
         sample = {"id": where.at[row, "id"], "label": where.at[row, "label"]}
         sample["moved"] = [
@@ -285,9 +294,9 @@ def side_by_side(experiments: Sequence[File]) -> list[dict[str, Any]]:
 
 
 def read_matrix(path: Path, results: Path) -> File:
-    """Return a file with the smallest and largest eigenvalue of a normal matrix as attributes.
+    """Return a file with the smallest and the largest eigenvalue of a normal matrix.
 
-    Eigenvalues that are negative due to rounding are replaced by 0.
+    Eigenvalues that are negative because of rounding are replaced by 0.
     """
     with open_artifact(path, NORMAL_MATRIX) as file:
         numbers = {
@@ -298,15 +307,15 @@ def read_matrix(path: Path, results: Path) -> File:
 
 
 def condition_number(matrix: File, damping: float) -> float:
-    """Return the condition number of a normal matrix after damping is added."""
+    """Return the condition number of a normal matrix with the given relative damping."""
     ends = matrix.attributes
     added = damping * ends["mean_squared_norm"]
     largest, smallest = ends["largest"] + added, ends["smallest"] + added
-    # In float64, an eigenvalue below this bound would be a rounding error.
+    # In float64, an eigenvalue below this bound cannot be distinguished from 0.
     return largest / max(smallest, largest * 2.0**-52)
 
 
-# The tables and numbers that the report shows for each kind of file.
+# The names of the tables and of the numbers that the report shows for each kind of file.
 _SHOWN = {
     EVALUATION: (
         ("summary", "targets", "checkpoints", "sweep", "best"),
@@ -318,9 +327,10 @@ _SHOWN = {
 
 
 def read_measured(path: Path, results: Path, kind: ArtifactKind) -> File:
-    """Return the tables of a file of the given kind: an evaluation, removals or groups.
+    """Return the tables and numbers of an evaluation, of removals or of groups.
 
-    Differences between groups are sorted by their absolute values, in descending order.
+    ``kind`` tells which of these the file contains. Differences between groups are sorted by their
+    absolute values, with the largest first.
     """
     keys, names = _SHOWN[kind]
     with open_artifact(path, kind) as file:
@@ -334,7 +344,7 @@ def read_measured(path: Path, results: Path, kind: ArtifactKind) -> File:
 
 
 def read_self_influence(path: Path, results: Path) -> File:
-    """Return the training samples with the largest absolute self-influence."""
+    """Return the ten training samples with the largest absolute self-influence."""
     with open_artifact(path, SELF_INFLUENCE) as file:
         train = file.table("train")
         by_size = train.sort_values("self_influence", key=np.abs, ascending=False, kind="stable")

@@ -1,7 +1,7 @@
-"""Render HTML pages of results from templates, and determine the warnings on them.
+"""Render HTML pages of results from templates, and determine which warnings the pages show.
 
-The folder templates/warnings/ contains the texts of warnings. Templates escape text, and an
-undefined name in a template raises an error.
+The folder templates/warnings/ contains the texts of the warnings. Templates escape all texts that
+they insert, and an undefined name in a template raises an error.
 """
 
 import base64
@@ -32,26 +32,26 @@ from trak_core.report.read_results import (
 )
 from trak_core.settings import EXACT, Combine
 
-# The limits at which warnings are shown. Features are float32, with a relative error of 6e-8. If a
-# condition number exceeds 1e6, the second digit of a score can therefore be wrong.
+# The limits at which warnings are shown. Features are float32, with a relative error of 6e-8. A
+# condition number of 1e6 can increase this error to 6 % of a score.
 LIMITS = {"checkpoints": 5, "loss_weight": NEAR_ZERO, "condition": 1e6, "targets": ENOUGH_TARGETS}
-# With fewer targets, the standard deviation of outputs over targets is not estimated.
+# With fewer targets, the standard deviation of model outputs over targets is too uncertain.
 _ENOUGH_TARGETS = 8
-# The largest number n of training samples for which a warning suggests exact scores. Exact scores
-# need three n x n matrices in float64, which take 0.6 GB for this n.
+# The largest number n of training samples for which a warning suggests exact scores. They need
+# three n x n matrices in float64, which take 0.6 GB for n = 5000.
 _MOST_EXACT = 5000
 
 
 @dataclass(frozen=True, slots=True)
 class StudyWarning:
-    """A warning: the name of its template, and the values for the template."""
+    """A warning, with the name of its template and the values that the template shows."""
 
     name: str
     shown: Mapping[str, Any] = field(default_factory=dict)
 
 
 def study_warnings(results: Results) -> list[StudyWarning]:
-    """Return the warnings about a study, with the most important ones first."""
+    """Return the warnings about the results of a study, with the most important ones first."""
     scores = results.experiments
     return [
         *_predictions(scores[0]),
@@ -87,14 +87,15 @@ def _lds(results: Results) -> Iterator[StudyWarning]:
             yield StudyWarning("predicts_nothing", shown)
         baselines = rows_with(evaluation.tables["summary"], kind="baseline")
         better = [row for row in baselines if row.lds > scores.lds]
-        # ends_of_runs uses some of the same checkpoints, so it can be better by chance.
+        # The baseline ends_of_runs uses some of the checkpoints of the scores, so the two can
+        # differ by chance. It counts as better only if the interval of the difference is below 0.
         better = [row for row in better if row.method != "ends_of_runs" or row.behind_high < 0]
         if better:
             yield StudyWarning("simpler_rule", shown | {"better": better})
 
 
 def _suspects(results: Results) -> Iterator[StudyWarning]:
-    """Yield a warning if a list of suspects has too few targets."""
+    """Yield a warning if the list of suspects is computed from too few targets."""
     named = lists_of(results.config).get("suspects", {}).get("experiment")
     worst_fitted = output_of(results.experiments[0]).worst_fitted
     for file in results.experiments:
@@ -111,10 +112,10 @@ def _checkpoints(scores: File) -> Iterator[StudyWarning]:
         may_be_exact = n == 1 and is_of_texts and n_train <= _MOST_EXACT and not is_exact
         shown = {"n": n, "n_train": n_train, "may_be_exact": may_be_exact}
         yield StudyWarning("few_checkpoints", shown)
-    # Checkpoint files are equal, or the outputs of all runs are equal.
+    # Checkpoints are equal if their files are equal, or if the outputs of all runs are equal.
     ids: dict[str, list[str]] = {}
     for checkpoint in scores.spec["checkpoints"]:
-        if not isinstance(checkpoint, str):  # Answers of ``trak ask`` contain only ids.
+        if not isinstance(checkpoint, str):  # Answers of ``trak ask`` contain only the id.
             ids.setdefault(checkpoint["sha256"], []).append(checkpoint["id"])
     equal = [f"{', '.join(same[:-1])} and {same[-1]}" for same in ids.values() if len(same) > 1]
     deviations = scores.tables["targets"]["output_sd"].to_numpy()
@@ -154,7 +155,7 @@ def _matrices(results: Results) -> Iterator[StudyWarning]:
 
 
 def _disagreement(scores: Sequence[File]) -> Iterator[StudyWarning]:
-    """Yield a warning if outputs differ more between the ends of runs than between targets."""
+    """Yield a warning if model outputs differ more between runs than between targets."""
     targets = [row for file in scores for row in rows_with(file.tables["targets"])]
     if len(scores[0].spec["runs"]) > 1 and len(targets) >= _ENOUGH_TARGETS:
         within = sqrt(fmean(target.output_sd**2 for target in targets))
@@ -165,18 +166,18 @@ def _disagreement(scores: Sequence[File]) -> Iterator[StudyWarning]:
 
 _FOLDER = Path(__file__).parent
 _KINDS = ("ceiling", "scores", "baseline")
-# The largest number of entries that are shown of each list or mapping in the config.
+# Lists and mappings in the config are shown only up to this number of entries.
 _LONG = 40
 
 
 def ranked(evaluation: File) -> list[Any]:
-    """Return the rows of an evaluation's summary: ceiling, scores, then baselines by LDS."""
+    """Return the rows of the summary: noise ceiling, scores, and baselines from best to worst."""
     rows = rows_with(evaluation.tables["summary"])
     return sorted(rows, key=lambda row: (_KINDS.index(row.kind), -row.lds))
 
 
 def per_target(evaluation: File) -> list[tuple[Any, float, float | None]]:
-    """Return the id, the correlation, and the ceiling (None if unknown) of each target."""
+    """Return (id, correlation, noise ceiling or None) for each target of an evaluation."""
     scores, ceilings = (
         {
             row.target_id: row.correlation
@@ -188,10 +189,10 @@ def per_target(evaluation: File) -> list[tuple[Any, float, float | None]]:
 
 
 def worked_example(experiment: File) -> Mapping[str, Any] | None:
-    """Return the first shown target with scores of both signs, or None if there is no such target.
+    """Return an example of a target that has a positive and a negative score, or None.
 
-    ``target`` is the row of that target. ``helpful`` and ``harmful`` are the rows of its largest
-    and its lowest score, and ``ratio`` is the ratio of the absolute values of these two scores.
+    The key ``target`` contains the target's row. ``helpful`` and ``harmful`` contain the rows of
+    its largest and its lowest score, and ``ratio`` is the absolute ratio of these two scores.
     """
     for target in rows_with(experiment.tables["shown"]):
         helpful, harmful = (experiment.strongest(target.id, sign)[:1] for sign in (1, -1))
@@ -202,7 +203,7 @@ def worked_example(experiment: File) -> Mapping[str, Any] | None:
 
 
 def _shortened(value: Any) -> Any:
-    """Return a value with long lists and mappings shortened."""
+    """Return a value of the config, with long lists and mappings in it shortened."""
     if isinstance(value, Mapping):
         items = [(str(k), _shortened(v)) for k, v in value.items()]
         more = {"...": f"{len(items) - _LONG:,} more"} if len(items) > _LONG else {}
@@ -222,12 +223,12 @@ def config_text(config: Mapping[str, Any]) -> str:
 
 
 def _made(provenance: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the provenance of a file and of all its inputs."""
+    """Return the provenance of a file and of all files from which it was computed."""
     return [provenance, *(m for part in provenance.get("made_from", ()) for m in _made(part))]
 
 
 def versions(files: Sequence[File]) -> list[tuple[str, str]]:
-    """Return the names and versions of the software and the devices that computed the files."""
+    """Return (name, version) of all software and devices with which the files were computed."""
     versions: dict[str, set[str]] = {}
     for provenance in (made for file in files for made in _made(file.provenance)):
         for key, value in provenance.items():
@@ -246,13 +247,13 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    # Functions of templates, such as `{% for chart in lds_charts(evaluation) %}`.
+    # Templates call these functions, as in `{% for chart in lds_charts(evaluation) %}`.
     functions = (
         *(charts.lds_charts, charts.removal_charts, charts.group_charts),
         *(output_of, ranked, per_target, worked_example, config_text, versions, condition_number),
         *(script_hash, study_warnings, score_warnings),
     )
-    # Filters of templates, such as `{{ n | plural("target") }}`.
+    # Templates use these functions as filters, as in `{{ n | plural("target") }}`.
     environment.filters |= dict(inspect.getmembers(template_filters, inspect.isfunction))
     environment.globals |= {function.__name__: function for function in functions}
     environment.globals |= {
@@ -264,20 +265,20 @@ def _environment() -> Environment:
 
 
 def script_hash(template: str) -> str:
-    """Return the hash of a script, for a page's security policy that allows no other script."""
+    """Return the hash of a script, with which the security policy of a page allows the script."""
     script = _environment().get_template(template).render()
     return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"
 
 
 def rendered(template: str, **shown: Any) -> str:
-    """Return a rendered template. ``template`` is its file name without ``.html.j2``."""
+    """Return the HTML of the template ``{template}.html.j2`` with the given values."""
     return _environment().get_template(f"{template}.html.j2").render(shown)
 
 
 def answer(shown: Answer, study: str, each: int = EACH_ON_PAGE) -> str:
-    """Return an experiment's targets and strongest training samples as one HTML document.
+    """Return the HTML page of an experiment: its targets and their strongest training samples.
 
-    For each target, at most ``each`` training samples of each sign are shown. An experiment without
-    a file name contains answers of ``trak ask``.
+    For each target, at most ``each`` training samples with a positive score and ``each`` with a
+    negative score are shown. If the experiment has no file name, it is an answer of ``trak ask``.
     """
     return rendered("answer", shown=shown, study=study, each=each)
