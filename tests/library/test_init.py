@@ -44,13 +44,14 @@ def test_weights_and_texts(capsys):
     files = {"out/config.json": CAUSAL, "train.jsonl": TEXTS, "asked.jsonl": TEXTS}
     assert written(files) == {
         "study": "language_model",
+        "projection": {"proj_dim": 4096},
         "scoring": {"damping": 1},
         "study_arguments": {"texts": "train.jsonl"},
         "checkpoints": {"out": "out"},
         "experiments": {"asked": {"data": "asked.jsonl"}},
         "results": "results-trak",
     }
-    assert re.findall(r"check: (\w+)", capsys.readouterr().out) == ["scoring", "texts"]
+    assert re.findall(r"check: (\w+)", capsys.readouterr().out) == ["texts"]
     before = Path("trak.yaml").read_text()
     with refused("command.config_name", "trak.yaml"):
         init(["out"])
