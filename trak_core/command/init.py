@@ -317,8 +317,8 @@ def _of_texts(weights: list[Path], rows: list[Path], report: list[str]) -> str:
         report.append(f"left out: {listed(other)}: another model than in {first}")
     _refuse_here([path for path in alike if not [*path.glob("checkpoint-*")]], "Weights")
     train, target = _split(_of_project(rows, alike, other, report), report)
-    rows = read_rows(str(train))
-    row = rows[0]
+    texts = read_rows(str(train))
+    row = texts[0]
     is_text = "text" in row and not classifies
     arguments: list[Line] = [("texts", str(train), _OF_THE_TEXT if is_text else "")]
     if classifies and not (first / _MODEL).is_file():
@@ -332,7 +332,7 @@ def _of_texts(weights: list[Path], rows: list[Path], report: list[str]) -> str:
         asked = _targets(read_rows(str(target or train)).ids(), classifies)
     top: list[Line] = [("study", "text_classification" if classifies else "language_model", "")]
     if not classifies:
-        top += [("projection", {"proj_dim": 4096}, "")] * (len(rows) <= _FEW_TEXTS)
+        top += [("projection", {"proj_dim": 4096}, "")] * (len(texts) <= _FEW_TEXTS)
         top += [("scoring", {"damping": 1}, "")]
     return _text(top, arguments, alike, asked, report)
 
