@@ -1,8 +1,10 @@
 """An attributor gives the pipeline's scores, for all forms of data and weights."""
 
+import gc
 import inspect
 import json
 import pickle
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -357,3 +359,20 @@ def test_pictures_show_in_a_notebook():
     with refused("attribution.no_tokens"):
         made.tokens(made.score((images[:3], labels[:3])))
     assert shown.count('<img src="data:image/png') >= 9
+
+
+@pytest.mark.parametrize("projection", ["projected", "exact"])
+def test_an_attributor_is_freed_without_the_garbage_collector(projection):
+    """Otherwise the memory of a GPU would be in use until a later collection."""
+    settings = {"projection": "exact"} if projection == "exact" else {"proj_dim": 4}
+    model = torch.nn.Linear(3, 2)
+    gc.disable()
+    try:
+        attributor = Attributor(model, "image_classification", **settings)
+        attributor.fit((torch.randn(6, 3), torch.arange(6) % 2))
+        attributor.score((torch.randn(2, 3), torch.arange(2)))
+        freed = weakref.ref(attributor)
+        del attributor
+        assert freed() is None
+    finally:
+        gc.enable()

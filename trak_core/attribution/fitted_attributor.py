@@ -1,5 +1,6 @@
 """The base class of attributors, which compute scores from stored features or Gramians."""
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -394,7 +395,12 @@ class FittedAttributor(ABC):
         If there is only one checkpoint and its scorer does not fit, the scorer is kept without
         features. Features are then read from the file.
         """
-        loaded = replace(self._load(name), method_of=self._method_for)
+        # A bound method would refer to the attributor, which holds the scorer. Python frees the
+        # memory of such a cycle only later.
+        owner = weakref.proxy(self)
+        loaded = replace(
+            self._load(name), method_of=lambda *given, **more: owner._method_for(*given, **more)
+        )
         own = self.settings.under(name)
         with self._open_features(name) as file:
             differ = self._differing_keys(name, loaded, file)
