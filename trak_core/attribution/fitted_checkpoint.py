@@ -180,7 +180,8 @@ def write_normal_matrix(
         else:
             spectrum = Spectrum.decompose(decomposed)
             eigenvalues = spectrum.eigenvalues
-            # The last argument is Phi^T Phi, which is the first matrix if all weights in W are 1.
+            # The second argument is Phi^T Phi. It equals Phi^T W Phi, and is not computed again, if
+            # all weights in W are 1.
             products = spectrum.norm_products(gramians[1], gramians[2 if len(weights) > 2 else 0])
             names = range(len(products))
             writer.vector("eigenvalues", eigenvalues)

@@ -399,9 +399,10 @@ class Shares(Consumer):
 
 
 def _of_terms(terms: Tensor, entry: int = 0) -> _Inner:
-    """Return the inner products with ``terms`` (batch, positions, entries) as a function.
+    """Return a function that computes inner products of directions and a sample's ``terms``.
 
-    The terms belong to the entries of a parameter from ``entry`` on.
+    ``terms`` have shape (batch, positions, entries). They belong to consecutive entries of a
+    parameter, which begin at index ``entry``. The directions have a column for each entry.
     """
     part = slice(entry, entry + terms.shape[2])
     return lambda sample, directions: directions[:, part] @ terms[sample].T

@@ -173,8 +173,9 @@ class FunctionalGradientComputer(AbstractGradientComputer):
 class IterativeGradientComputer(FunctionalGradientComputer):
     """Compute gradients by autograd in a loop over the B samples, shape (B, grad_dim).
 
-    The task's ``get_output`` is called with a batch of one sample, or if ``task.per_sample`` is
-    true, with the sample without batch dimension. Weights and buffers are None.
+    The task's ``get_output`` is called with a batch of one sample. If ``task.per_sample`` is true,
+    it is called with a sample that has no batch dimension. The arguments ``weights`` and
+    ``buffers`` are None.
     """
 
     _functional = False

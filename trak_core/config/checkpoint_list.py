@@ -82,7 +82,7 @@ def runs_of(checkpoints: Mapping[str, Checkpoint]) -> dict[str, list[str]]:
 
 def are_from_along_runs(checkpoints: Mapping[str, Checkpoint]) -> bool:
     """Return whether the checkpoints were saved at different times during training."""
-    # For checkpoints that the pipeline trains, no time means the end of the run.
+    # If the pipeline trains a checkpoint without `at`, the checkpoint is the end of its run.
     times = {c.at for c in checkpoints.values() if c.at is not None or c.path is None}
     return len(runs_of(checkpoints)) < len(checkpoints) or len(times) > 1
 

@@ -51,8 +51,8 @@ class Contribution(ABC):
     """
 
     gradients: Tensor  # with respect to the output of the operation, shape (C, B, ...)
-    # Whether tokens are numbered by rank: an expert of a mixture gets only some tokens of a text,
-    # numbered 0, 1, .... Otherwise, a token's number is its position in the text.
+    # Whether the operation gets only some tokens of a text, as an expert of a mixture does. Its
+    # tokens are then numbered 0, 1, .... Otherwise, a token's number is its position in the text.
     has_ranks: bool = field(default=False, kw_only=True)
 
     @property
@@ -272,10 +272,10 @@ class Consumer(ABC):
 
     @abstractmethod
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
-        """Process the gradients with respect to a parameter, which are the sum over ``uses``.
+        """Process the per-sample gradients of one parameter. They are the sum over ``uses``.
 
-        This method is called at most once for each parameter. If ``in_order`` is False, it may be
-        called several times, with gradients of disjoint sets of the parameter's entries.
+        If ``in_order`` is True, this method is called at most once for each parameter. Otherwise,
+        it may be called several times, for disjoint sets of the parameter's entries.
         """
 
     def finish(self) -> None:

@@ -223,7 +223,7 @@ class Layout:
 
     @property
     def period(self) -> int:
-        """Number of blocks of ``stride`` entries until the owners repeat."""
+        """Number of consecutive blocks of ``stride`` entries after which the samples repeat."""
         return self.n_samples if self.owners is None else len(self.owners)
 
     @property

@@ -111,9 +111,9 @@ def language_model(
         texts_given = [name for name in ("text", "completion") if row.get(name) is not None]
         if text is None and len(texts_given) == 2:
             raise InputError(
-                "A row must have only one text. Found the fields text and completion. Choose the "
-                "one to explain by text: '{text}' or text: '{completion}' in study_arguments. If "
-                "this field also contains the prompt, set prompt: '' too.",
+                "A row must have only one text. Found the fields text and completion. To choose "
+                "the field to explain, set text: '{text}' or text: '{completion}' in "
+                "study_arguments. If the field also contains the prompt, set prompt: '' too.",
                 code="studies.two_texts",
             )
         if prompt is None and "prompt" not in row:

@@ -18,7 +18,8 @@ from trak_core.study.read_targets import split_of
 from trak_core.study.show_samples import SHORTENED, Picture, Words, are_drawn, show_sample
 from trak_core.study.study import Study
 
-# The largest number of training samples with positive (and with negative) scores for a target.
+# For each target, at most this many training samples with a positive score are shown, and as many
+# with a negative score.
 EACH = 4
 # The largest number of targets per experiment and in total, which limits the size of the page.
 _TARGETS, _IN_ALL = 20, 120

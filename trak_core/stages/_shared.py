@@ -65,12 +65,12 @@ def stored_similarities(
     normalize: bool,
     in_memory: bool = False,
 ) -> list[ReadRows]:
-    """Return a function for each checkpoint that returns rows of its similarities.
+    """Return a function for each checkpoint. It reads rows of the checkpoint's similarities.
 
     The similarities are an array of shape (training samples, targets). If ``features`` is empty,
-    they are read from ``parts``. Otherwise, rows are computed from the features and the solved
-    targets in ``parts``. Unless ``in_memory`` is true, the solved targets are read again for each
-    block of rows.
+    the files ``parts`` contain them. Otherwise, the files contain (N + ridge I)^-1 T^T of the
+    target features T, and rows of training features are multiplied by this matrix. It is read
+    again for each block of rows, unless ``in_memory`` is true.
     """
     if not features:
         return [read_rows(part.matrix("similarities")) for part in parts]

@@ -69,10 +69,10 @@ from trak_core.stages._shared import (
 def _passes(
     settings: Sequence[Setting], configured: Setting, spec: ScoresSpec
 ) -> list[FeaturePass]:
-    """Return the passes over the stored features that computing scores for ``settings`` needs.
+    """Return how often, and with which settings, stored features are read to compute scores.
 
-    If runs have several checkpoints, the first pass uses only the last checkpoint of each run, with
-    the settings that are the defaults for runs with one checkpoint.
+    If runs have several checkpoints, the first pass reads only the features of each run's last
+    checkpoint. It uses the default settings for runs with one checkpoint.
     """
     unit_dim = configured.proj_dim if spec.normalize else None
     passes = []

@@ -70,10 +70,10 @@ def renamed(
 
     Returns:
         The converted state dict, in the model's widest dtype, and the keys that do not fit, by
-        kind. None if the model is not from transformers, or if transformers would initialize a
-        missing weight without an error. If ``state`` is on the meta device, the converted weights
-        are too. If the package accelerate is missing, which this requires, the model's own weights
-        are returned.
+        kind. If ``state`` is on the meta device, the converted weights are too. Returns None if
+        the model is not from transformers, or if transformers would initialize missing weights
+        without an error. The conversion requires the package accelerate. Without it, the model's
+        own weights are returned.
     """
     library: Any = sys.modules.get("transformers")
     if library is None or not isinstance(model, library.PreTrainedModel):

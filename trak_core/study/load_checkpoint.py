@@ -24,8 +24,9 @@ from trak_core.study.weight_files import (
 
 _MUST = "a checkpoint must be a state dict saved by torch.save, or safetensors"
 _REMEDY = "Copy it again, or save `model.state_dict()` and use that file."
-_PIECE_BYTES = 2**26  # About so many bytes of weights are copied from each memory map.
-# Methods that only copy weights. Those of norm layers also add entries that old files lack.
+_PIECE_BYTES = 2**26  # The approximate number of bytes that are copied from each memory map.
+# Loading methods that copy every weight of a state dict. The methods of norm layers also add
+# entries that old files lack.
 _PLAIN_LOADS = {
     nn.Module._load_from_state_dict,
     nn.BatchNorm1d._load_from_state_dict,
@@ -200,8 +201,8 @@ def model_to_load(make_model: Callable[[], nn.Module], checkpoint: Path) -> nn.M
 
     Weights that the checkpoint replaces are not initialized, unless other values depend on them.
     """
-    # All weights are initialized if the checkpoint may not replace all of them: an adapter has only
-    # a few weights, and a user-defined loading method may skip some.
+    # Initialization cannot be skipped if loading may leave some weights unchanged. An adapter
+    # contains only a few weights, and a user-defined loading method may skip some.
     if not (checkpoint / ADAPTER_CONFIG).is_file():
         model = built_without_draws(make_model)
         if model is not None and _loads_plainly(model):

@@ -43,7 +43,7 @@ def split_of(
 
 
 def read_questions(path: Path) -> tuple[list[int] | list[str], RowFile]:
-    """Return the ids of the targets in a file, and the rows without the field ``id``.
+    """Return the ids of the targets in a file, and its rows. The rows have no field ``id``.
 
     All rows must have the same fields, and each field must have a value.
     """

@@ -33,9 +33,10 @@ COLUMN_SIGNS = 2**31
 
 
 def _butterfly(radix):
-    """Return the intrinsic that replaces ``radix`` rows of lanes by their Hadamard transform.
+    """Return a function for kernels that applies a Hadamard transform of length ``radix`` to ``x``.
 
-    The rows have the numbers first, first + step, first + 2 step, ....
+    Each row of ``x`` is a vector of lanes. The function combines the ``radix`` rows with the
+    indices first, first + step, first + 2 step, ..., separately for each lane, in place.
     """
 
     @vector_intrinsic
