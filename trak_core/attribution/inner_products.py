@@ -98,7 +98,7 @@ def inner_products(
     most = min(3 * room.budget_bytes // 4, spare) // right.bytes_of_sample
     block = max(1, min(len(others.ids), most))
     room = replace(room, budget_bytes=room.budget_bytes - block * right.bytes_of_sample)
-    log(f"{block} {'training samples' if targets is None else 'targets'} in memory at a time")
+    log(f"gradients of {block} {'training samples' if targets is None else 'targets'} in memory")
     values = np.empty((len(data.ids) * n_rows, len(others.ids) * n_other_rows))
     columns = _fill(values, train, right, block, compute.batch_size, room)
     bad = (~columns[1].isfinite()).nonzero().flatten().tolist()
