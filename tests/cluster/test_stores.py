@@ -216,7 +216,7 @@ def test_what_cannot_come_along(tmp_path, monkeypatch):
     shutil.copy(study.path("diabetes.py"), tmp_path / "elsewhere.py")
     study.config["study"] = "../elsewhere.py"
     arguments = ("--dry-run", *options("--executor"))
-    refusal = r"must lie in the working folder\. Found \.\./elsewhere\.py"
+    refusal = r"must be in the working folder\. This is not true for \.\./elsewhere\.py"
     assert re.search(refusal, study.fail(*arguments))
     monkeypatch.chdir(study.folder)
     with Path("large.bin").open("wb") as file:

@@ -306,9 +306,9 @@ def measure(k, n_train, n_targets, n_subsets, block):
     rows = rng.standard_normal((n_train, k), dtype=np.float32)
     before = peak()
     masks = (rng.random((n_subsets, n_train)) < 0.5).astype(float)
-    blocks = ((i, i + block, rows[i : i + block]) for i in range(0, n_train, block))
+    read = lambda start, stop: rows[start:stop]
     squared = [np.ones(n_train)] * 7
-    sums, gramians = weighted_sums(masks, [np.ones(n_train)] * 11, blocks, squared)
+    sums, gramians = weighted_sums(masks, [np.ones(n_train)] * 11, read, block, squared)
     targets = rng.standard_normal((n_targets, k))
     for power in range(3):
         spectrum = Spectrum.decompose(gramians[power])

@@ -202,11 +202,11 @@ def test_each_start_shows_samples_as_read_and_asked_ones_in_another_format(
     )
     lacks = "Notice: training samples {}, but this sample does not. If this text "
     lacks += "was added in training, the sample must have it too.\n"
-    lines = f"{trained}{reads.format('sample of experiment asked')}'the sky is red'\n"
+    lines = f"{reads.format('sample of experiment asked')}'the sky is red'\n"
     lines += lacks.format("begin with 'asked'") + lacks.format("end with ' said'")
     for arguments in (["scores", "-n"], ["scores"]):
         status, output = study.snakemake(*arguments)
-        assert (status, output.count(lines)) == (0, 1), output
+        assert (status, output.count(trained), output.count(lines)) == (0, 1, 1), output
     write(study.path("also.jsonl"), rows[:1])
     study.config["experiments"]["also"] = {"data": "also.jsonl"}
     _, output = study.snakemake("scores", "-n")
@@ -215,7 +215,8 @@ def test_each_start_shows_samples_as_read_and_asked_ones_in_another_format(
     monkeypatch.chdir(study.folder)
     main(["ask", "texts.yaml", "--file", "asked.jsonl"])
     told = capsys.readouterr().err
-    assert lines.removeprefix(trained).replace("sample of experiment asked", "asked sample") in told
+    assert lines.replace("sample of experiment asked", "asked sample") in told
+    assert "Notice: a row to explain has no prompt" in told
 
 
 def test_what_a_config_may_not_say(study, monkeypatch):
