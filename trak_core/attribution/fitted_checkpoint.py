@@ -134,9 +134,10 @@ def write_normal_matrix(
 
     The smallest and largest eigenvalue of N and the mean of w_i |phi_i|^2 over samples i are
     written too. With ``label_draws``, N is copied from the file of features (see
-    ``SampledNormal``). If ``spec.norm_power`` is set, the min(n, k) largest eigenvalues and the
-    products of ``Spectrum.norm_products`` are written too. They determine the norm by which scores
-    are divided, for any damping, without another pass over the features.
+    ``SampledNormal``). If ``spec.norm_power`` is set, the eigenvalues and the products of
+    ``Spectrum.norm_products`` are written too. They determine the norm by which scores are divided,
+    for any damping, without another pass over the features. If 2n <= k, only the n largest
+    eigenvalues are written, because the others are 0.
     """
     check_made_for(train, spec.features)
     values = train.matrix("features")
