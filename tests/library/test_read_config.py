@@ -10,6 +10,7 @@ from refused import refused
 from workspace import REPOSITORY
 
 from trak_core.config.read_config import (
+    check_unique_keys,
     read_config,
     record_config,
     recorded_config,
@@ -135,3 +136,11 @@ def test_ids_of_a_table_are_integers_if_all_are_written_as_one_is(tmp_path, writ
     table = tmp_path / "targets.tsv"
     table.write_text("id\n" + "\n".join(written) + "\n")
     assert target_ids(str(table)) == ids
+
+
+def test_merge_keys_are_refused(tmp_path):
+    """They are not reported as a key that is given twice."""
+    config = tmp_path / "merged.yaml"
+    config.write_text("first: &first {targets: [0]}\nsecond: {<<: *first, targets: [1]}\n")
+    with refused("config.no_yaml", "merge", config):
+        check_unique_keys(config)

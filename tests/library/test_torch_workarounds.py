@@ -112,7 +112,7 @@ class OwnTask(ImageClassificationModelOutput):
 @pytest.mark.filterwarnings("ignore:Guards may run slower")  # torch.compile on Python 3.13.0
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_those_of_the_output_by_one_pass(name, capsys):
-    """Of three samples, and of one."""
+    """The batches have three samples and one sample."""
     forward, parts, inputs = MODELS[name]
     model = Net(forward, {**parts, "head": lambda: nn.Linear(4, 3)}).eval()
     if "norm" in parts:

@@ -86,7 +86,7 @@ def dense_rows(model, logits_of, samples):
 
 
 def dense_normal(rows, k=K, checkpoint="c0"):
-    """The normal matrix of gradients (n, draws, p), projected to k dimensions or as they are."""
+    """The normal matrix of gradients (n, draws, p), projected to k dimensions unless k is None."""
     phi = rows.reshape(-1, rows.shape[2])
     phi = phi if k is None else projected(phi, k, checkpoint=checkpoint)
     return phi.T @ phi / DRAWS

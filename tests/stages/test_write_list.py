@@ -188,6 +188,10 @@ def test_lists_have_the_names_of_classes(finished, tmp_path):
     named = with_class_names(rows, *given, "image_classification")
     assert named["label"].tolist() == ["dog", "cat", -1]
     assert named["suggested_label"].tolist() == ["cat", "cat", 2]
+    own = with_class_names(
+        rows.assign(suggested_label=["?", 1.5, 0]), *given, "image_classification"
+    )
+    assert own["suggested_label"].tolist() == ["?", 1.5, "cat"]
     assert with_class_names(rows, *given, "multi_label") is rows
     _, path, spec = finished
     lists = [tmp_path / name for name in ("plain.csv", "named.csv")]

@@ -9,8 +9,7 @@ vmapped vector-Jacobian product.
 Unlike with ``torch.func.vmap(torch.func.grad(f))``, the model runs as it is written, with its own
 kernels, hooks and control flow, because nothing is traced. The (B, p) gradients are not formed. For
 a linear layer, the result is the pair of output gradients and inputs (see ``gradient_formulas``). A
-consumer gets each parameter's gradients as soon as they are computed, and memory is freed during
-the pass.
+consumer gets each parameter's gradients when they are computed. They are freed during the pass.
 """
 
 import itertools

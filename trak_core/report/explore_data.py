@@ -200,8 +200,8 @@ def _train(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the page's entries for training samples, and their column names.
 
-    An entry contains the harm, help and self-influence of the sample, as far as they are known. Its
-    ``places`` contain the rank of the sample by each of these numbers, starting from 0.
+    An entry contains the harm, help and self-influence of the sample, if these
+    numbers are known. Its ``places`` contain the sample's rank by each number, starting from 0.
     """
     output = output_of(experiment)
     table = experiment.tables["train"].set_index("id", drop=False).loc[list(ids)]

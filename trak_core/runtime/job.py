@@ -62,7 +62,7 @@ def export_library_path() -> None:
 def quiet_libraries() -> None:
     """Turn off Hugging Face's progress bars, and all libraries' warnings about future versions.
 
-    Warnings stay as they are if the user has set ``python -W`` or ``PYTHONWARNINGS``.
+    Warnings are not changed if the user has set ``python -W`` or ``PYTHONWARNINGS``.
     """
     # TQDM_DISABLE is not used, because it would also hide progress bars of the user's study.
     for library in ("HUB", "DATASETS"):

@@ -160,7 +160,7 @@ def show_list(
     ``question`` is given, it is the file of these targets. For a list of suspects, ``scores``
     contains the file of scores. The study's ``draw`` and ``describe`` determine how samples look.
     """
-    # Cells are read as texts, so that the page shows numbers as they are in the CSV.
+    # Cells are read as texts, so that the page shows the numbers that are in the CSV.
     rows = pd.read_csv(listed, dtype=str, keep_default_na=False, encoding="utf-8")
     study = Study.load(study_file)
     train = study.split(TRAIN, None)

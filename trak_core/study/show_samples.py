@@ -26,7 +26,7 @@ _INCHES, _DPI = 1.0, 200
 _PNG_BYTES = 12_000
 _LEFT = "\N{LEFT-TO-RIGHT MARK}"  # An invisible mark of cells that have to be aligned left.
 _NOTEBOOK_PIXELS = 64  # The height of a picture in a notebook.
-_N_VALUES, _CHARACTERS = 12, 240  # At most so many numbers or characters are printed of an entry.
+_N_VALUES, _CHARACTERS = 12, 240  # limits for printing an entry of a sample
 # Python counts these characters as unprintable, but some scripts and emoji need them.
 _JOINERS = "\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"
 

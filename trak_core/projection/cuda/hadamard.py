@@ -73,9 +73,9 @@ def _rounds(n_bits, held):
 def hadamard_kernel(proj_dim: int, inner: int, n_rows_held: int, bfloat16: bool, flush: int) -> Any:
     """Return the Hadamard kernel for one ``proj_dim``.
 
-    ``inner`` is the length of a transform, and ``n_rows_held`` is the number of rows that a block
-    of threads processes. ``flush`` is a power of two. After so many blocks of coordinates, sums are
-    added to totals, which reduces rounding errors.
+    ``inner`` is the length of a transform. Each block of threads processes ``n_rows_held`` rows.
+    After every ``flush`` blocks of coordinates, a power of two, sums are added to totals, which
+    reduces rounding errors.
     """
     in_stages = proj_dim < flush
     n_outer = proj_dim // inner
