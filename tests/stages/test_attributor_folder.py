@@ -1,5 +1,7 @@
 """`fit` uses a folder of the same data, model and settings, and refuses any other."""
 
+from pathlib import Path
+
 import pandas as pd
 import pytest
 import torch
@@ -40,6 +42,16 @@ def test_a_folder_keeps_features_of_the_same_data_and_settings(linear, tmp_path)
         attributor().fit((train[0], train[1] + 1), folder)
     # What follows from features needs no other folder.
     assert attributor(damping=9).fit(train, folder).settings.damping == 9
+
+
+def test_paths_are_those_of_the_folder_in_which_fit_was_called(linear, tmp_path, monkeypatch):
+    train, targets, attributor = linear
+    fitted = attributor().fit(train, "kept")
+    expected = fitted.score(targets).frame
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert fitted.score(targets).frame.equals(expected)
+    assert not any(Path().iterdir())
 
 
 class Net(torch.nn.Module):

@@ -159,10 +159,11 @@ def write_features(path, features, n_rows, seed=0):
     rng = np.random.default_rng([n_rows, seed])
     spec = features.as_dict() | {"checkpoint": {"id": "c", "sha256": ""}, "parameters_digest": ""}
     spec["projection"] |= {"stream": 1, "n_params": 10**6}
+    proj_dim = spec["projection"]["proj_dim"]
     with create(path, FEATURES, spec, {}) as writer:
-        rows = writer.matrix("features", range(n_rows), range(256))
+        rows = writer.matrix("features", range(n_rows), range(proj_dim))
         for start in range(0, n_rows, 1000):
-            rows[start : start + 1000] = rng.standard_normal((1000, 256))[: n_rows - start]
+            rows[start : start + 1000] = rng.standard_normal((1000, proj_dim))[: n_rows - start]
         writer.vector("sample_ids", np.arange(n_rows))
         for key in ("labels", "predictions"):
             writer.vector(key, np.zeros(n_rows, dtype=np.int64))
@@ -295,6 +296,39 @@ print(peak() - before)
 def test_exact_scores_need_the_computed_memory():
     need = exact_need(1500, 300).fixed_bytes
     assert 0.5 * need < printed(SOLVE) * 1024 < 1.1 * need
+
+
+MATRIX = """
+import sys
+import test_memory
+folder, n_rows = Path(sys.argv[1]), int(sys.argv[2])
+test_memory.write_normal_matrix(folder, 100, 100)
+before = peak()
+test_memory.write_normal_matrix(folder, n_rows, 1600)
+print(peak() - before)
+"""
+
+
+def write_normal_matrix(folder, n_rows, proj_dim):
+    wide = {"kind": "rademacher", "proj_dim": proj_dim, "seed": 0}
+    own = replace(SPEC, features=replace(SPEC.features, projection=wide)).under("c")
+    write_features(folder / "train.h5", own.of_train(), n_rows)
+    compute_normal_matrix(
+        normal_matrix=folder / "matrix.h5",
+        features=folder / "train.h5",
+        spec=own.of_normal_matrix(),
+        code="",
+        memory_mb=150,
+    )
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("n_rows", [2000, 800])
+def test_a_normal_matrix_needs_the_computed_memory(tmp_path, n_rows):
+    """With at most half as many rows as dimensions, another decomposition is used."""
+    need = normal_matrix_need(1600, divides=True)
+    computed_bytes = need.fixed_bytes + need.rows(150) * need.row_bytes
+    assert 0.3 * computed_bytes < printed(MATRIX, tmp_path, n_rows) * 1024 < 1.1 * computed_bytes
 
 
 MEASURE = """

@@ -263,6 +263,13 @@ addEventListener("load", async () => {
   const boxes = [...document.querySelectorAll(".tick input")];
   const ticked = () => boxes.map((box) => box.checked);
   if (sessionStorage.saved) {
+    // Another process of the browser stores the ticks, which can take longer than loading.
+    const tries = Number(sessionStorage.tries ?? 0);
+    if (!boxes[3].checked && tries < 20) {
+      sessionStorage.tries = tries + 1;
+      location.reload();
+      return;
+    }
     done([...JSON.parse(sessionStorage.saved), ticked()]);
     return;
   }
