@@ -151,6 +151,31 @@ def dattri_influence(kind: str, **settings: Any) -> Callable[..., np.ndarray]:
     return scores
 
 
+def dattri_logra(damping: float | None) -> Callable[..., np.ndarray]:
+    """Return dattri's LoGra scores, with 16 x 16 numbers for each linear layer."""
+
+    def scores(setting: Setting, paths: Mapping[str, list[str]], splits: Splits) -> np.ndarray:
+        LoGraAttributor = import_module("dattri.algorithm.logra").LoGraAttributor
+        AttributionTask = import_module("dattri.task").AttributionTask
+
+        def loss(model: nn.Module, batch: tuple[Tensor, Tensor], device: str) -> Tensor:
+            return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+        model = _loaded(setting, paths["runs"][0])
+        layers = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
+        states = model.state_dict()
+        task = AttributionTask(loss_func=loss, model=model, checkpoints=states, target_func=loss)
+        train, targets = _loaders(splits)
+        with tempfile.TemporaryDirectory() as folder:
+            attributor = LoGraAttributor(
+                task, layer_names=layers, damping=damping, proj_dim=256, cache_dir=folder
+            )
+            attributor.cache(train)
+            return attributor.attribute(train, targets).float().numpy()
+
+    return scores
+
+
 def dattri_tracin(count: int, *, normalized: bool) -> Callable[..., np.ndarray]:
     """Return the scores of dattri's TracIn from the first ``count`` checkpoints along the runs."""
 
@@ -258,6 +283,8 @@ RIVALS: dict[str, tuple[int, Callable[..., np.ndarray]]] = {
     "dattri influence, explicit, 1e-2": (
         *(1, dattri_influence("IFAttributorExplicit", regularization=1e-2)),
     ),
+    "dattri LoGra": (1, dattri_logra(None)),
+    "dattri LoGra, damping .1": (1, dattri_logra(0.1)),
     "dattri TracIn, 2 checkpoints": (2, dattri_tracin(2, normalized=False)),
     "kronfluence EK-FAC": (1, kronfluence_ekfac(1e-8)),
     "kronfluence EK-FAC, damped by .1 of the mean": (1, kronfluence_ekfac(None)),
