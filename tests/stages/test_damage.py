@@ -40,7 +40,6 @@ FILES = {
     "NORMAL_MATRIX": "normal_matrix/c0.h5",
     "CHECKPOINT_SCORES": "scores/mine/c0.h5",
     "SCORES": "scores/mine.h5",
-    "SCORES_SHARD": "scores/mine/shards/2-of-2.h5",
     "GRAMIAN": "exact/gramian/c0/train.h5",
     "EXACT_SCORES": "exact/scores/mine/c0.h5",
     "RETRAINED": "retrained/0-3.h5",

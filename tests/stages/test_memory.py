@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from workspace import REPOSITORY
 
-from trak_core.artifacts import FEATURES, ArtifactError, create
+from trak_core.artifacts import FEATURES, create
 from trak_core.config.memory_needs import (
     GroupsNeed,
     Need,
@@ -95,16 +95,16 @@ def test_a_budget_is_checked_for_every_job(change, message):
 
 
 def test_ten_million_samples_fit_the_default_memory():
-    """With four shards the solved targets of ten checkpoints are kept in memory."""
-    sizes = {"n_checkpoints": 10, "top": 20}
-    given = {"n_train": 10**7, "n_targets": {"mine": 1000}, "keep": "top_k"}
-    check(1000, proj_dim=2048, **given, **sizes)
-    sizes |= {"n_targets": 1000, "solved_dim": 2048}
-    block = average_need(n_train=10**7, **sizes).rows(1000)
-    assert block % 1024 == 0
-    shard = average_need(n_train=10**7 // 4, **sizes)
-    assert holds_solved(shard, block, 1000, 10, 2048 * 1000)
-    assert not holds_solved(shard, block, 1000, 100, 2048 * 1000)
+    sizes = {"n_train": 10**7, "n_checkpoints": 10, "top": 20}
+    check(1000, proj_dim=2048, n_targets={"mine": 1000}, keep="top_k", **sizes)
+    assert average_need(n_targets=1000, solved_dim=2048, **sizes).rows(1000) == 1024
+
+
+def test_solved_targets_are_kept_in_memory_if_they_fit():
+    sizes = {"n_targets": 1000, "n_checkpoints": 10, "top": 20, "solved_dim": 2048}
+    need = average_need(n_train=10**6, **sizes)
+    assert holds_solved(need, 2048, 1000, 10, 2048 * 1000)
+    assert not holds_solved(need, 2048, 1000, 100, 2048 * 1000)
 
 
 # A child process inherits ru_maxrss, but not VmHWM.
@@ -155,8 +155,8 @@ SPEC = ScoresSpec(
 )
 
 
-def write_features(path, features, n_rows, seed=0):
-    rng = np.random.default_rng([n_rows, seed])
+def write_features(path, features, n_rows):
+    rng = np.random.default_rng(n_rows)
     spec = features.as_dict() | {"checkpoint": {"id": "c", "sha256": ""}, "parameters_digest": ""}
     spec["projection"] |= {"stream": 1, "n_params": 10**6}
     proj_dim = spec["projection"]["proj_dim"]
@@ -200,34 +200,16 @@ def run_scoring(folder, n_train):
 
 
 @pytest.mark.parametrize("keep", ["full", "top_k"])
-def test_an_average_in_shards_has_the_same_bytes(tmp_path, keep):
-    """There are five chunks of rows, so that some of seven shards have no row.
-
-    The shards have different budgets, because a stopped run may be continued with another budget.
-    """
+def test_the_memory_of_an_average_does_not_change_its_bytes(tmp_path, keep):
+    """Blocks have 2,048 rows with 64 MiB, and all rows with 200 MiB."""
     inputs, scored = write_inputs(tmp_path, 5000), tmp_path / "c.h5"
     compute_scores(scores=scored, **inputs, keep=keep, **BUDGET)
-    common = AVERAGE | {"checkpoint_scores": [scored]}
     features = [inputs["train_path"]] if keep == "top_k" else []
-    average_scores(scores=tmp_path / "whole.h5", features=features, **common)
-    whole = (tmp_path / "whole.h5").read_bytes()
-    for n in (2, 7):
-        shards = [tmp_path / f"{i}-of-{n}.h5" for i in range(1, n + 1)]
-        for i, shard in enumerate(shards, start=1):
-            common.update(memory_mb=64 if i % 2 else 200)
-            average_scores(scores=shard, features=features, shard=i, n_shards=n, **common)
-        joined = tmp_path / "joined.h5"
-        average_scores(scores=joined, features=[], shards=shards, **common)
-        assert joined.read_bytes() == whole
-    others = (shards[:-1], {}), ([*shards[1:], shards[0]], {}), (shards, {"top": 6})
-    for files, change in others:
-        with pytest.raises(ArtifactError, match="order of shards"):
-            average_scores(scores=tmp_path / "no.h5", features=[], shards=files, **common | change)
-    # Other data with the same ids, labels and settings.
-    write_features(inputs["targets_path"], inputs["spec"].of_targets(), 200, seed=1)
-    compute_scores(scores=scored, **inputs, keep=keep, **BUDGET)
-    with pytest.raises(ArtifactError, match=r"1-of-7\.h5: .* scores under the checkpoints"):
-        average_scores(scores=tmp_path / "no.h5", features=[], shards=shards, **common)
+    common = AVERAGE | {"checkpoint_scores": [scored], "features": features}
+    small, large = tmp_path / "small.h5", tmp_path / "large.h5"
+    average_scores(scores=small, **common)
+    average_scores(scores=large, **common | {"memory_mb": 200})
+    assert small.read_bytes() == large.read_bytes()
 
 
 NOISE = """

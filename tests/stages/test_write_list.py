@@ -93,9 +93,8 @@ def test_lists_are_sorted_by_the_table_of_scores(finished, tmp_path):
         write_list(**given, spec=spec, self_influence=[features], kind="suspects")
 
 
-@pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("larger_is_better", [True, False, None])
-def test_help_and_harm_need_larger_is_better(tmp_path, larger_is_better, shards):
+def test_help_and_harm_need_larger_is_better(tmp_path, larger_is_better):
     """A user-defined output has help and harm only if the config sets `larger_is_better`."""
     study, checkpoints, targets = with_two_checkpoints(tmp_path)
     function = "def f(returned, label):\n    return -(returned[0] - label).square() / 2\n"
@@ -103,8 +102,7 @@ def test_help_and_harm_need_larger_is_better(tmp_path, larger_is_better, shards)
     given = {"model_output": f"{study}:f", "damping": 2}
     words = {} if larger_is_better is None else {"larger_is_better": larger_is_better}
     words["function"] = given["model_output"]
-    more = {"output_words": words, "shards": shards}
-    path = run_stages(tmp_path, study, checkpoints, targets, **more, **given)
+    path = run_stages(tmp_path, study, checkpoints, targets, output_words=words, **given)
     spec = scores_spec(checkpoints, targets, **given)
     train = pd.read_hdf(path, "train")
     if larger_is_better:

@@ -154,13 +154,7 @@ def run_stages(
         train_features.append(train)
     features = train_features if keep == "top_k" else []
     ways = {"top": top, "memory_mb": memory_mb, "output_words": output_words}
-    scores, parts = results / "scores/mine.h5", []
-    for i in range(1, shards + 1) if shards > 1 else ():
-        parts.append(results / f"scores/mine/shards/{i}-of-{shards}.h5")
-        shard = {"shard": i, "n_shards": shards}
-        averaged(parts[-1], checkpoint_scores, spec, features, **ways, **shard)
-    given = [] if parts else features
-    return averaged(scores, checkpoint_scores, spec, given, **ways, shards=parts)
+    return averaged(results / "scores/mine.h5", checkpoint_scores, spec, features, **ways)
 
 
 run_exact_stages = partial(run_stages, proj_dim=None)
@@ -234,7 +228,6 @@ def averaged(
     study_file=None,
     output_words=None,
     mean_of=None,
-    **sharded,
 ) -> Path:
     """Return the scores file; ``features`` are needed where only solved targets were kept."""
     average_scores(
@@ -250,7 +243,6 @@ def averaged(
         mean_of=mean_of,
         code="code",
         memory_mb=memory_mb,
-        **sharded,
     )
     return scores
 

@@ -69,7 +69,6 @@ GRAMIAN = ArtifactKind(
 # If gradients are not projected, another rule writes the scores of checkpoints.
 EXACT_SCORES = replace(CHECKPOINT_SCORES, rule="compute_exact_scores")
 SCORES = ArtifactKind("trak-scores", ("top_influences", "targets", "train"), "average_scores")
-SCORES_SHARD = ArtifactKind("trak-scores-shard", (), "average_scores_shard")
 RETRAINED = ArtifactKind("trak-retrained", ("masks", "outputs", "predictions"), "retrain_subsets")
 EMBEDDINGS = ArtifactKind("trak-embeddings", ("train", "targets"), "compute_embeddings")
 ANSWERS = ArtifactKind("trak-answers", ("targets", "train"), "draw_influences")
@@ -82,7 +81,7 @@ _TABLES = ("summary", "targets", "checkpoints")
 EVALUATION = ArtifactKind("trak-evaluation", _TABLES, "evaluate_scores")
 REMOVALS = ArtifactKind("trak-evaluation", ("summary", "targets"), "compare_removals")
 # The function ``verify`` uses the first kind here with the encoding type and the keys of a file.
-KINDS = (FEATURES, NORMAL_MATRIX, GRAMIAN, CHECKPOINT_SCORES, SCORES, SCORES_SHARD, RETRAINED)
+KINDS = (FEATURES, NORMAL_MATRIX, GRAMIAN, CHECKPOINT_SCORES, SCORES, RETRAINED)
 KINDS += (EMBEDDINGS, SELF_INFLUENCE, ANSWERS, GROUPS, OUTPUTS, TARGETS, TOKEN_SCORES)
 KINDS += (EVALUATION, REMOVALS)  # EVALUATION must be first, because it has all keys of REMOVALS.
 

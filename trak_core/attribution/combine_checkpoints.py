@@ -3,12 +3,10 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import Self
 
 import numpy as np
 
-from trak_core.artifacts import Artifact, Writer
 from trak_core.attribution.fitted_checkpoint import Part
 from trak_core.attribution.score_formulas import (
     Extremes,
@@ -16,7 +14,6 @@ from trak_core.attribution.score_formulas import (
     help_and_harm,
     improving_signs,
     largest,
-    merged,
     most_frequent,
 )
 from trak_core.config.memory_needs import CHUNK_ROWS
@@ -87,15 +84,15 @@ def add_improving_signs(targets: dict[str, np.ndarray], about: About, *, is_mean
 
 @dataclass(frozen=True, slots=True)
 class KeptScores:
-    """A summary of the scores of some training samples for all targets.
+    """A summary of the scores of all training samples for all targets.
 
     ``helpful`` contains the largest scores of each target, and ``harmful`` the largest negated
-    scores. Without training samples, they are None. ``by_sample`` contains the columns ``help``,
-    ``harm`` and ``harmed_label`` of the training samples if they are known, shape (rows,) each.
+    scores. ``by_sample`` contains the columns ``help``, ``harm`` and ``harmed_label`` of the
+    training samples if they are known, shape (n,) each.
     """
 
-    helpful: Extremes | None
-    harmful: Extremes | None
+    helpful: Extremes
+    harmful: Extremes
     by_sample: dict[str, np.ndarray]
 
     @classmethod
@@ -123,29 +120,9 @@ class KeptScores:
                 by_sample["harmed_label"].append(harmed_class(scores, labels))
             helpful = largest(helpful, start, scores, top)
             harmful = largest(harmful, start, -scores, top)
+        assert helpful is not None
+        assert harmful is not None
         return cls(helpful, harmful, {k: np.concatenate(v) for k, v in by_sample.items()})
-
-    @classmethod
-    def of_shards(cls, shards: Sequence[Artifact], top: int) -> Self:
-        """Return the combined summary of non-empty shards, which must be in the order of rows."""
-        keys = [key for key in ("help", "harm", "harmed_label") if shards[0].has(key)]
-        by_sample = {key: np.concatenate([s.vector(key) for s in shards]) for key in keys}
-
-        def extremes(key: str) -> Extremes:
-            parts = (Extremes(s.matrix(f"{key}_rows")[:], s.matrix(key)[:]) for s in shards)
-            return reduce(lambda seen, part: merged(seen, part, top), parts)
-
-        return cls(extremes("helpful"), extremes("harmful"), by_sample)
-
-    def write(self, writer: Writer, targets: np.ndarray) -> None:
-        """Write the summary to the file of a shard."""
-        for key, values in self.by_sample.items():
-            writer.vector(key, values)
-        for key, seen in (("helpful", self.helpful), ("harmful", self.harmful)):
-            if seen is not None:
-                ranks = np.arange(len(seen.rows))
-                writer.matrix(key, ranks, targets)[:] = seen.scores
-                writer.matrix(f"{key}_rows", ranks, targets, dtype=np.int64)[:] = seen.rows
 
 
 def influence_table(
@@ -153,8 +130,6 @@ def influence_table(
 ) -> dict[str, np.ndarray]:
     """Return a table of each target's largest positive and lowest negative scores."""
     helpful, harmful = kept.helpful, kept.harmful
-    assert helpful is not None
-    assert harmful is not None
     # The axes are target, sign and rank, because the table is sorted in this order.
     rows = np.stack([helpful.rows.T, harmful.rows.T], axis=1)
     sizes = np.stack([helpful.scores.T, harmful.scores.T], axis=1)

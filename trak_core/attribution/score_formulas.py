@@ -174,19 +174,14 @@ def largest(seen: Extremes | None, start: int, block: np.ndarray, keep: int) -> 
             rows = np.broadcast_to(np.arange(len(part))[:, None], part.shape)
         else:
             rows, part = _packed(above, part)
-        seen = merged(seen, Extremes(start + first + rows, part), keep)
+        rows = np.vstack([seen.rows, start + first + rows])
+        scores = np.vstack([seen.scores, part])
+        # A stable sort leaves equal scores in the order of their rows.
+        order = np.argsort(-scores, axis=0, kind="stable")[:keep]
+        seen = Extremes(*(np.take_along_axis(values, order, axis=0) for values in (rows, scores)))
         first += size
         size = first
     return seen
-
-
-def merged(earlier: Extremes, later: Extremes, keep: int) -> Extremes:
-    """Return the ``keep`` largest entries of every column among earlier and later rows."""
-    rows = np.vstack([earlier.rows, later.rows])
-    scores = np.vstack([earlier.scores, later.scores])
-    # A stable sort leaves equal scores in the order of their rows.
-    order = np.argsort(-scores, axis=0, kind="stable")[:keep]
-    return Extremes(*(np.take_along_axis(values, order, axis=0) for values in (rows, scores)))
 
 
 def _packed(chosen: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -124,17 +124,6 @@ def average_need(
     return Need(job, fixed, row)
 
 
-def shard_rows(n_train: int, shard: int, n_shards: int) -> tuple[int, int]:
-    """Return the start and stop index of the training samples whose scores one job averages.
-
-    ``shard`` counts from 1. Shards consist of whole chunks of ``CHUNK_ROWS`` rows, and do not
-    depend on ``memory_mb``.
-    """
-    n_chunks = -(-n_train // CHUNK_ROWS)
-    start, stop = (CHUNK_ROWS * (n_chunks * i // n_shards) for i in (shard - 1, shard))
-    return start, min(stop, n_train)
-
-
 def holds_solved(need: Need, block: int, memory_mb: int, n_checkpoints: int, size: int) -> bool:
     """Return whether the solved targets of all checkpoints fit into memory besides two blocks.
 

@@ -19,11 +19,9 @@ from trak_core.artifacts import (
     check_together,
     open_artifact,
 )
-from trak_core.artifacts.write import MatrixWriter
 from trak_core.attribution.fitted_checkpoint import ReadRows, read_rows, similarity_rows
 from trak_core.attribution.score_formulas import unit_rows
 from trak_core.evaluation.baselines import bm25_scores
-from trak_core.runtime.progress import blocks_with_progress
 from trak_core.settings import FeaturesSpec, ScoresSpec
 
 if TYPE_CHECKING:  # These modules import torch, which some stages do not need.
@@ -124,16 +122,6 @@ def embeddings_hashes(paths: Sequence[Path]) -> list[str]:
         with open_artifact(path, EMBEDDINGS) as file:
             hashes.append(file.content_hash)
     return hashes
-
-
-def copy_rows(parts: Sequence[Artifact], key: str, values: MatrixWriter, block: int) -> None:
-    """Copy the rows of a matrix in several files one after another, ``block`` rows at a time."""
-    first = 0
-    for part in parts:
-        rows = part.matrix(key)
-        for start, stop in blocks_with_progress(len(rows), block, "samples"):
-            values[first + start : first + stop] = rows[start:stop]
-        first += len(rows)
 
 
 def naming_in_file(naming: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,8 +16,9 @@ from trak_core.artifacts import (
     open_artifact,
     software,
 )
+from trak_core.runtime.progress import blocks_with_progress
 from trak_core.settings import FeaturesSpec
-from trak_core.stages._shared import PER_SAMPLE, copy_rows
+from trak_core.stages._shared import PER_SAMPLE
 
 _ROWS = 4096
 
@@ -58,9 +59,12 @@ def join_shards(*, features: Path, shards: Sequence[Path], spec: FeaturesSpec, c
         } | {"join": software(code, "cpu", "numpy")["code"]}
         with create(features, FEATURES, _without_shard(first.spec), provenance) as writer:
             columns, dtype = first.vector("features/axis0"), first.matrix("features").dtype
-            copy_rows(
-                parts, "features", writer.matrix("features", ids, columns, dtype=dtype), _ROWS
-            )
+            values, first_row = writer.matrix("features", ids, columns, dtype=dtype), 0
+            for part in parts:
+                rows = part.matrix("features")
+                for start, stop in blocks_with_progress(len(rows), _ROWS, "samples"):
+                    values[first_row + start : first_row + stop] = rows[start:stop]
+                first_row += len(rows)
             writer.vector("sample_ids", ids)
             for key in (*PER_SAMPLE, "loss_weights", "curvature"):
                 if first.has(key):

@@ -31,6 +31,7 @@ use rule compute_features as compute_features_shard with:
     benchmark:
         "<results>/benchmarks/compute_features/{checkpoint}/{split}/{shard}-of-{n_shards}.tsv"
     wildcard_constraints:
+        shard=r"\d+",
         n_shards=r"\d+",
     message:
         "Projecting gradients of {wildcards.split}, shard {wildcards.shard} of "
@@ -39,9 +40,10 @@ use rule compute_features as compute_features_shard with:
 
 use rule stage as join_shards with:
     input:
-        shards=lambda w: of_shards(
-            f"shards/{w.checkpoint}/{w.split}", specs.shards[w.split]
-        ),
+        shards=lambda w: [
+            f"{folder}/shards/{w.checkpoint}/{w.split}/{i}-of-{specs.shards[w.split]}.h5"
+            for i in range(1, specs.shards[w.split] + 1)
+        ],
     output:
         features="<results>/features/{checkpoint}/{split}.h5",
     log:

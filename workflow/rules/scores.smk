@@ -1,12 +1,7 @@
 use rule stage as average_scores with:
     input:
         checkpoint_scores=of_checkpoints("scores/{experiment}/{c}.h5"),
-        features=[] if compute["shards"] > 1 else train_features,
-        shards=(
-            of_shards("scores/{experiment}/shards", compute["shards"])
-            if compute["shards"] > 1
-            else []
-        ),
+        features=train_features,
     output:
         scores="<results>/scores/{experiment}.h5",
     log:
@@ -26,23 +21,6 @@ use rule stage as average_scores with:
         mean_of=lambda w: specs.mean_of(w.experiment),
     message:
         "Averaging scores of experiment {wildcards.experiment} over checkpoints"
-
-
-use rule average_scores as average_scores_shard with:
-    input:
-        checkpoint_scores=of_checkpoints("scores/{experiment}/{c}.h5"),
-        features=train_features,
-    output:
-        scores=temp("<results>/scores/{experiment}/shards/{shard}-of-{n_shards}.h5"),
-    log:
-        "<results>/logs/average_scores/{experiment}/{shard}-of-{n_shards}.log",
-    benchmark:
-        "<results>/benchmarks/average_scores/{experiment}/{shard}-of-{n_shards}.tsv"
-    wildcard_constraints:
-        n_shards=r"\d+",
-    message:
-        "Averaging scores of experiment {wildcards.experiment} over checkpoints, "
-        "shard {wildcards.shard} of {wildcards.n_shards}"
 
 
 if specs.means:

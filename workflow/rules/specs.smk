@@ -16,7 +16,6 @@ wildcard_constraints:
     checkpoint=any_of(specs.checkpoints),
     experiment=any_of(specs.scored),
     split=any_of(specs.shards),
-    shard=r"\d+",
 
 
 def own_file(path):
@@ -67,11 +66,6 @@ def of_checkpoints(pattern, of=specs.checkpoints):
 def of_ends(pattern):
     """Return a file for the last checkpoint of each run, whose id replaces `{c}`."""
     return of_checkpoints(pattern, specs.self_influence.ends)
-
-
-def of_shards(pattern, n):
-    """Return the files of all `n` shards in the folder `pattern`. Wildcards are kept."""
-    return [f"{folder}/{pattern}/{i}-of-{n}.h5" for i in range(1, n + 1)]
 
 
 # With top_k, files under the checkpoints do not contain scores, so features are read again.
