@@ -1,6 +1,5 @@
-"""The figure, the page and the table of texts of an experiment show its samples and scores."""
+"""The page and the table of texts of an experiment show its samples and scores."""
 
-import io
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,15 +10,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from matplotlib.image import imread
 from refused import refused
 from report_page import Page
-from reported import CODES, HOSTILE, ODD_TEXTS, check_alone, data_of, draw, study_with, unspaced
+from reported import CODES, HOSTILE, ODD_TEXTS, check_alone, data_of, draw, study_with
 
 from trak_core.artifacts import SELF_INFLUENCE, ArtifactError, create, verify
-from trak_core.report.charts import influences_figure
-from trak_core.report.describe_samples import EACH, find_examples
-from trak_core.report.read_results import File, read_experiment, with_class_names
+from trak_core.report.read_results import File, with_class_names
 from trak_core.report.template_filters import number, signed
 from trak_core.stages.draw_influences import draw_influences
 from trak_core.study.show_samples import shown_tokens
@@ -31,48 +27,14 @@ def shown(request, shown_as):
     return shown_as[request.param]
 
 
-def test_a_figure_shows_the_strongest_influences(results, shown):
-    experiment = read_experiment(results / "scores/mine.h5", results, 4, EACH)
-    study = Study.load(shown[0])
-    splits = study.split("train", None), [study.split("mine", [*HOSTILE, "plain"])]
-    (examples,) = find_examples(study, [experiment], *splits)
-    tiles = np.reshape(influences_figure(examples).axes, (4, 1 + 2 * EACH))
-    for row, about in zip(tiles, examples.shown, strict=True):
-        expected = [(f"target {about.id}", "predicted", examples.targets[about.id])]
-        for sign in (1, -1):
-            best = [(s.train_id, s.score) for s in examples.experiment.strongest(about.id, sign)]
-            expected += [(f"train {i}", signed(score), examples.train[i]) for i, score in best]
-            expected += [None] * (EACH - len(best))
-        for axes, tile in zip(row, expected, strict=True):
-            assert axes.axison is (tile is not None)
-            if tile is None:
-                continue
-            title, more, sample = tile
-            above = unspaced(axes.get_title())
-            # Long ids are cut to the width of a tile.
-            begin, cut, _ = above.partition("...")
-            assert above.startswith(f"{unspaced(title)}label") or (
-                cut and unspaced(title).startswith(begin)
-            )
-            assert above.endswith(more) or (more == "predicted" and more in above)
-            if isinstance(sample, str):
-                # Long texts are cut to the size of a tile.
-                begin, _, cut = unspaced(axes.texts[0].get_text()).rpartition("...")
-                assert unspaced(sample).startswith(begin) if begin else cut == unspaced(sample)
-            else:
-                pixels = imread(io.BytesIO(sample.data), format=sample.kind)
-                assert np.array_equal(axes.images[0].get_array(), pixels)
-
-
 def test_the_same_scores_give_the_same_files(results, shown_as, tmp_path):
     study_file, files = shown_as["drawn"]
     for first, second in zip(files, draw(results, tmp_path, study_file), strict=True):
         assert first.read_bytes() == second.read_bytes()
-    assert imread(files[0], format="png").ndim == 3
 
 
 def test_an_answer_is_one_page_with_all_that_it_needs(results, shown):
-    study_file, (_, answer, texts) = shown
+    study_file, (answer, texts) = shown
     page = Page(answer.read_text())
     check_alone(page)
     assert "not shown here" not in page.text
@@ -98,7 +60,7 @@ def test_an_answer_is_one_page_with_all_that_it_needs(results, shown):
 
 
 def test_the_data_of_a_page_are_the_scores(results, shown_as):
-    page = Page(shown_as["drawn"][1][1].read_text())
+    page = Page(shown_as["drawn"][1][0].read_text())
     data = data_of(page)
     assert not set("<>&\u2028\u2029") & set(page.data[0])
     top = pd.read_hdf(results / "scores/mine.h5", "top_influences")
@@ -117,10 +79,9 @@ def test_the_data_of_a_page_are_the_scores(results, shown_as):
     assert {e["id"] for e in data["train"]} == {*top.train_id} | {*train.index[train.harm > 0]}
 
 
-@pytest.mark.usefixtures("no_figure")
 def test_a_page_has_the_self_influence_from_its_file(results, tmp_path):
     ids = pd.read_hdf(results / "scores/mine.h5", "train")["id"].tolist()
-    files = {"figure": "mine.png", "answer": "mine.html", "texts": "mine.h5"}
+    files = {"answer": "mine.html", "texts": "mine.h5"}
     inputs = {key: tmp_path / name for key, name in files.items()}
     inputs |= {"scores": results / "scores/mine.h5", "study_file": study_with(tmp_path, "")}
     own = pd.DataFrame({"id": ids, "self_influence": np.arange(20) / 8})
@@ -183,7 +144,7 @@ def test_classes_are_shown_by_their_names():
 
 
 def test_odd_texts_are_shown_unchanged(results, shown_as):
-    study_file, (_, answer, texts) = shown_as["described"]
+    study_file, (answer, texts) = shown_as["described"]
     study = Study.load(study_file)
     markup = answer.read_text()
     page = Page(markup)
@@ -210,4 +171,4 @@ def test_a_wrong_result_of_describe_names_the_sample(results, tmp_path):
     study = study_with(tmp_path, "\ndef describe(sample):\n    return None\n")
     with refused("study.text_type", re.compile(r"describe\(\).* NoneType for sample")):
         draw(results, tmp_path, study)
-    assert not (tmp_path / "mine.png").exists()
+    assert not (tmp_path / "mine.html").exists()

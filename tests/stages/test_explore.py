@@ -60,7 +60,7 @@ addEventListener("load", async () => {
 @pytest.mark.skipif(not CHROMIUM, reason="runs where there is Chromium: apt-get install chromium")
 @pytest.mark.parametrize("way", CODES)
 def test_a_browser_explores_the_page(results, shown_as, tmp_path, way):
-    _, (_, answer, _) = shown_as[way]
+    _, (answer, _) = shown_as[way]
     page = Page(answer.read_text())
     top = pd.read_hdf(results / "scores/mine.h5", "top_influences")
     targets = pd.read_hdf(results / "scores/mine.h5", "targets")["id"].tolist()
@@ -139,7 +139,7 @@ def written(contents, folder):
 
 def test_regression_has_no_helpful_or_harmful_samples(results, shown_as):
     """To raise or lower a number is neither help nor harm."""
-    study, (_, answer, _) = shown_as["described"]
+    study, (answer, _) = shown_as["described"]
     pages = [answer.read_text(), report_of(results)]
     of_own = rendered_answer(explored(results, study, model_output="own.py:f"), "study.py")
     of_loss = rendered_answer(explored(results, study, model_output="loss"), "study.py")
@@ -291,7 +291,6 @@ addEventListener("load", () => setTimeout(() => {
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="runs where there is Chromium: apt-get install chromium")
-@pytest.mark.usefixtures("no_figure")
 def test_a_page_colours_tokens(results, tmp_path):
     words = ["<script>alert(4)</script>", "</span>", " ", "&amp;"]
     study = study_with(tmp_path, f"{DESCRIBE}\ndef token_texts(sample):\n    return {words!r}\n")
@@ -309,7 +308,7 @@ def test_a_page_colours_tokens(results, tmp_path):
     with create(path, TOKEN_SCORES, {"scores": scores_hash}, {}) as writer:
         writer.table("tokens", pd.DataFrame(rows, columns=names), [])
         writer.table("layers", pd.DataFrame({"score": [0.0]}), [])
-    files = {key: tmp_path / f"mine.{key}" for key in ("figure", "answer", "texts")}
+    files = {key: tmp_path / f"mine.{key}" for key in ("answer", "texts")}
     inputs = {"scores": results / "scores/mine.h5", "study_file": study, "code": "code"}
     draw_influences(**files, **inputs, token_scores=[path])
     check_alone(Page(files["answer"].read_text()))
@@ -332,7 +331,7 @@ def test_a_page_colours_tokens(results, tmp_path):
 
 @pytest.mark.parametrize("way", CODES)
 def test_a_page_shows_how_much_it_leaves_out(results, shown_as, monkeypatch, way):
-    study_file, (_, answer, _) = shown_as[way]
+    study_file, (answer, _) = shown_as[way]
     whole = explored(results, study_file)
     assert whole.n_left_out == (0, 0)
     page = Page(answer.read_text())
