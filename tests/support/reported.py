@@ -244,8 +244,3 @@ def data_of(page):
     """Return the data of the page's script."""
     (data,) = page.data
     return json.loads(data)
-
-
-def unspaced(text):
-    """Return a text without white space."""
-    return "".join(text.split())
