@@ -6,7 +6,6 @@
 Chromium renders the pages, and must be installed. Pillow is installed with matplotlib.
 """
 
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -35,7 +34,6 @@ def taken(page: Path, top: int, bottom: int, folder: str) -> Image.Image:
 def main() -> None:
     """Write the pictures."""
     results = Path(sys.argv[1])
-    shutil.copy(results / "figures/hard.png", FOLDER / "influences.png")
     with tempfile.TemporaryDirectory() as folder:
         for name, (path, top, bottom) in PAGES.items():
             picture = taken(results / path, top, bottom, folder).quantize(COLOURS)

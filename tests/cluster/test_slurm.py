@@ -107,7 +107,7 @@ def test_a_study_gives_the_files_of_a_local_run(cluster, local, tmp_path):
     # The cancelled job comes once more, and the one that was on the node once more at most.
     assert jobs.pop("rule_train_checkpoint") in {2 + 1, 2 + 2}, output
     assert jobs.pop("rule_compute_features") in {4, 4 + 1}, output
-    # Matrices and scores, average and figure, six in all, in groups; evaluation and reports.
+    # Matrices and scores, average and page, six in all, in groups; evaluation and reports.
     assert sum(jobs[job] for job in jobs if job.startswith("group_")) <= 3, output
     once = ("retrain_subsets", "evaluate_scores", "write_report_first", "write_report")
     rules = {job: n for job, n in jobs.items() if job.startswith("rule_")}

@@ -45,4 +45,4 @@ def test_the_page_on_planted_facts(tmp_path, monkeypatch):
     normalized = ranks_of(workspace)
     assert normalized["reworded"] > of_first["reworded"]
     answer = Page(workspace.path("results-facts/answers/mine.html").read_text())
-    assert "we know that old songs of vuntoria praise the dog" in answer.text
+    assert "we know that old songs of vuntoria praise the dog" in answer.data[0]

@@ -21,10 +21,12 @@ def test_the_page_on_language_models(tmp_path, monkeypatch):
     influences = printed.splitlines()
     assert [line[0] for line in influences] == ["+"] * 3 + ["-"] * 3
     answer = Page(workspace.path("results-manual/answers/five.html").read_text())
-    assert all(line.split(" ", 1)[1] in answer.text for line in influences)
-    assert "target 40 tokens" in answer.text
-    # Both texts' tokens have colours, and what stands for them.
     data = json.loads(answer.data[0])
+    texts = " ".join(" ".join(entry["sample"] for entry in data["train"]).split())
+    assert all(line.split(" ", 1)[1] in texts for line in influences)
+    (target,) = (target for target in data["targets"] if target["id"] == "40")
+    assert target["words"].startswith("tokens")
+    # Both texts' tokens have colours, and what stands for them.
     for target in data["targets"]:
         texts = target, *(data["train"][place] for place, *_ in target["influences"])
         levels = target["levels"], *(levels for _, _, levels in target["influences"])
@@ -33,7 +35,7 @@ def test_the_page_on_language_models(tmp_path, monkeypatch):
             assert max(map(abs, colours)) == 9
     # The question of the page's own; training features are those of before.
     asked = Page(workspace.path("results-manual/answers/asked.html").read_text())
-    assert "The for statement is used to iterate" in asked.text
+    assert "The for statement is used to iterate" in asked.data[0]
     train, question = (
         workspace.path(f"results-manual/features/trainer-20/{name}.h5").stat().st_mtime_ns
         for name in ("train", "asked")

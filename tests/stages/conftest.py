@@ -43,23 +43,9 @@ def shown_as(results, tmp_path_factory):
     def drawn(name):
         folder = tmp_path_factory.mktemp(name)
         study_file = study_with(folder, CODES[name])
-        with pytest.MonkeyPatch.context() as patch:
-            if name == "printed":
-                leave_figure_empty(patch)
-            return study_file, draw(results, folder, study_file)
+        return study_file, draw(results, folder, study_file)
 
     return {name: drawn(name) for name in CODES}
-
-
-def leave_figure_empty(monkeypatch):
-    name = "trak_core.stages.draw_influences._draw"
-    monkeypatch.setattr(name, lambda figure, _: figure.touch())
-
-
-@pytest.fixture
-def no_figure(monkeypatch):
-    """Draw pages without their figure, which takes seconds."""
-    leave_figure_empty(monkeypatch)
 
 
 @pytest.fixture

@@ -15,6 +15,8 @@ from few_words import write
 from own_checkpoints import network
 from pipeline import read_scores, run_config
 from refused import refused
+from report_page import Page
+from reported import data_of
 from workspace import REPOSITORY
 
 import trak_core
@@ -235,8 +237,9 @@ def test_each_line_has_an_answer_or_an_error(here, capsys):
         expected = scores[number].loc[rows["train_id"]]
         np.testing.assert_allclose(rows["score"], expected, rtol=1e-4, atol=1e-9)
         assert all(f"train {i} " in out for i in rows["train_id"])
-    page = (here.parent / "out.html").read_text()
-    assert all(f'id="target-{name}"' in page for name in ("x", "10"))
+    page = Page((here.parent / "out.html").read_text())
+    assert [target["id"] for target in data_of(page)["targets"]] == ["x", "10"]
+    assert "without it, read the scores that trak ask prints" in page.text
 
 
 def test_targets_are_given_by_id(here, capsys):

@@ -232,8 +232,8 @@ CODES = {"printed": "", "drawn": DRAW + DESCRIBE, "described": DESCRIBE}
 
 
 def draw(results, folder, study_file):
-    """Run the job, and return its files: figure, page and table."""
-    names = {"figure": "mine.png", "answer": "mine.html", "texts": "mine.h5"}
+    """Run the job, and return its files: page and table."""
+    names = {"answer": "mine.html", "texts": "mine.h5"}
     files = {key: folder / name for key, name in names.items()}
     inputs = {"scores": results / "scores/mine.h5", "study_file": study_file, "code": "code"}
     draw_influences(**files, **inputs)
@@ -244,8 +244,3 @@ def data_of(page):
     """Return the data of the page's script."""
     (data,) = page.data
     return json.loads(data)
-
-
-def unspaced(text):
-    """Return a text without white space."""
-    return "".join(text.split())

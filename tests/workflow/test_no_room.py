@@ -71,8 +71,6 @@ WRITERS = {
     "    with create(path, SCORES, {}, {}) as writer:\n"
     "        for name in ('train', 'targets'):\n"
     "            writer.table(name, pandas.DataFrame({'id': range(10**5)}), ['id'])",
-    "matplotlib": "from matplotlib.figure import Figure\n    with atomic_write(path) as p:\n"
-    "        Figure().savefig(p, format='png', dpi=400, pil_kwargs={'compress_level': 0})",
     "text": "with atomic_write(path) as p:\n        p.write_text('a' * 10**6)",
     "h5py": "import h5py, numpy\n    with atomic_write(path) as p, h5py.File(p, 'w') as f:\n"
     "        f['a'] = numpy.zeros(10**6)",

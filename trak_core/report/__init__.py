@@ -1,4 +1,4 @@
-"""Render the results of a study as HTML pages, and draw a figure of each experiment.
+"""Render the results of a study as HTML pages.
 
 ``templates`` contains the markup and the text, and ``style.css`` the colours and sizes. The module
 ``read_results`` reads the artifacts. The other modules compute the values that templates show.

@@ -1,4 +1,4 @@
-"""Draw line charts of measurements for the report, and a figure of each experiment.
+"""Draw charts of measurements for the report.
 
 The page shows each chart in its original size. The template templates/macros.html.j2 shows the
 title and the legend of a chart as text outside the picture.
@@ -16,13 +16,9 @@ import matplotlib as mpl
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.image import imread
 from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator, ScalarFormatter
 
-from trak_core.report.describe_samples import EACH, Examples
-from trak_core.report.read_results import File, output_of, part_with
-from trak_core.report.template_filters import of_target, of_training_sample, signed
-from trak_core.study.show_samples import Picture
+from trak_core.report.read_results import File, part_with
 
 # The size of a chart in inches. Browsers show an inch of an SVG as 96 CSS pixels, so a font size of
 # 9 points makes the text in a chart as large as small text on the page.
@@ -53,10 +49,6 @@ _SWEPT = (
     ("proj_dim", "Dimensions of the projection", "k, numbers per gradient"),
     ("loss_weight_power", "Power of the loss weights", "scoring.loss_weight_power"),
 )
-# The largest number of targets in a figure.
-TARGETS_IN_FIGURE = 6
-# The text above a tile and the text inside it: the largest numbers of (characters per line, lines).
-_ABOVE, _WITHIN = (18, 2), (17, 9)
 # The title of the chart for each quantity that is measured on retrained models.
 _MEASURES = {
     "change": "Change of the model output",
@@ -64,9 +56,8 @@ _MEASURES = {
     "target_loss": "Loss",
     "output": "Model output",
 }
-# The largest number of groups in a chart, and the largest numbers of (characters per line, lines)
-# in the name of a group.
-_GROUPS, _NAME = 25, (22, 1)
+# The largest number of groups in a chart, and of characters in the name of a group.
+_GROUPS, _NAME = 25, 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +250,7 @@ def group_charts(groups: File) -> list[Chart]:
             axes.axvline(0, color=_GREY, linewidth=0.8)
             axes.hlines(shown.index, shown["low"], shown["high"], color=_BLUE, linewidth=1.6)
             axes.plot(shown["mean"], shown.index, "o", color=_BLUE, markersize=4)
-            names = [_wrapped(str(name), *_NAME) for name in shown["group"]]
+            names = [_shortened(str(name)) for name in shown["group"]]
             axes.set_yticks(shown.index, labels=names, parse_math=False)
             axes.set_ylim(-0.6, len(shown) - 0.4)
             axes.set_xlabel("mean score")
@@ -271,50 +262,7 @@ def group_charts(groups: File) -> list[Chart]:
     return charts
 
 
-def influences_figure(examples: Examples) -> Figure:
-    """Return a figure in which each row shows a target and its strongest training samples."""
-    width, name = 1 + 2 * EACH, examples.experiment.spec["experiment"]
-    output, shown = output_of(examples.experiment), examples.shown[:TARGETS_IN_FIGURE]
-    figure = Figure(figsize=(1.15 * width + 0.6, 1.5 * len(shown) + 0.9), layout="constrained")
-    figure.suptitle(
-        f"Experiment {name}: targets (left), training samples that push their "
-        "model output up most (green) and down most (red)",
-        fontsize=10,
-        parse_math=False,
-    )
-    tiles = figure.subplots(len(shown), width, squeeze=False)
-    for axes in tiles.flat:
-        axes.set_axis_off()
-    for row, about in zip(tiles, shown, strict=True):
-        words = of_target(about, output).rsplit(", ", 1)  # The prediction is on a second line.
-        _tile(row[0], examples.targets[about.id], (f"target {about.id}", *words), "black")
-        for sign, first, color in ((1, 1, _GREEN), (-1, 1 + EACH, _RED)):
-            strongest = examples.experiment.strongest(about.id, sign)[:EACH]
-            for axes, influence in zip(row[first:], strongest, strict=False):
-                parts = of_training_sample(influence, output), signed(influence.score)
-                title = f"train {influence.train_id}", ", ".join(filter(None, parts))
-                _tile(axes, examples.train[influence.train_id], title, color)
-    return figure
-
-
-def _wrapped(text: str, characters: int, lines: int) -> str:
-    if any(unicodedata.east_asian_width(character) in "WF" for character in text):
-        characters //= 2
-    return "\n".join(textwrap.wrap(text, characters, max_lines=lines, placeholder=" ..."))
-
-
-def _tile(axes: Axes, sample: Picture | str, title: tuple[str, ...], color: str) -> None:
-    """Draw a sample in a frame. Texts with dollar signs are not drawn as formulas."""
-    axes.set_axis_on()
-    above = "\n".join(_wrapped(line, *_ABOVE) for line in title)
-    axes.set_title(above, fontsize=8, color=color, parse_math=False)
-    axes.set(xticks=[], yticks=[])
-    axes.spines[:].set_color(color)
-    if isinstance(sample, Picture):
-        picture = imread(io.BytesIO(sample.data), format=sample.kind)
-        axes.imshow(picture, cmap="gray", vmin=0, vmax=1 if sample.kind == "png" else 255)
-        return
-    axes.set_aspect("equal", adjustable="box")
-    text = _wrapped(sample, *_WITHIN)
-    style = {"fontsize": 7, "va": "top", "parse_math": False, "clip_on": True}
-    axes.text(0.05, 0.95, text, transform=axes.transAxes, **style)
+def _shortened(name: str) -> str:
+    """Return the name of a group with at most _NAME characters, or half as many wide ones."""
+    is_wide = any(unicodedata.east_asian_width(character) in "WF" for character in name)
+    return textwrap.shorten(name, _NAME // 2 if is_wide else _NAME, placeholder=" ...")

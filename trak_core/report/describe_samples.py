@@ -1,8 +1,4 @@
-"""Prepare samples for display, as pictures or texts from the study, or as printed values.
-
-The report (templates/examples.html.j2), the pages of answers (templates/answer.html.j2) and the
-figures of experiments (module ``charts``) show samples in this way.
-"""
+"""Prepare the samples that the report shows, as pictures or texts, or as printed values."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,21 +72,21 @@ def find_examples(
 
     If the study defines ``draw(axes, sample)`` or ``describe(sample)``, samples are shown as their
     pictures or texts. Otherwise images are shown as pictures, and other samples are printed.
-    ``targets`` contains the targets of each experiment, and ``also`` contains the ids of further
-    training samples to show.
+    ``targets`` contains the targets of each experiment to show, and ``also`` contains the ids of
+    further training samples to show.
     """
     draws, describes = are_drawn(study, train), study.has("describe")
 
-    def show(split: Split, n: int) -> dict[Any, Picture | str]:
+    def show(split: Split) -> dict[Any, Picture | str]:
         return {
             i: show_sample(study, i, split.samples[row], SHORTENED, draws)
-            for row, i in enumerate(split.ids[:n])
+            for row, i in enumerate(split.ids)
         }
 
     strong = pd.concat([file.tables["top_influences"]["train_id"] for file in experiments])
     ids = list(dict.fromkeys([*strong.tolist(), *also]))
-    shown_train = show(train.take(ids), len(ids))
+    shown_train = show(train.take(ids))
     return [
-        Examples(file, show(split, len(file.tables["shown"])), shown_train, draws, describes)
+        Examples(file, show(split), shown_train, draws, describes)
         for file, split in zip(experiments, targets, strict=True)
     ]

@@ -1,7 +1,7 @@
 """Prepare the data of an experiment's page, which shows its targets and their training samples.
 
-The HTML of the page contains the first targets. A script in the page shows all targets from the
-same data. If the page would be too large, some samples are left out, and the page says how many.
+A script in the page shows the targets from these data. If the page would be too large, some samples
+are left out, and the page says how many.
 """
 
 import json
@@ -31,11 +31,11 @@ from trak_core.study.show_samples import (
 from trak_core.study.study import Study
 
 # For each target, the page shows at most EACH_ON_PAGE training samples with a positive score and as
-# many with a negative score. Without its script, the page shows at most AT_ONCE targets.
-EACH_ON_PAGE, AT_ONCE = 10, 20
+# many with a negative score. It shows _FIRST targets before a click on its button.
+EACH_ON_PAGE, _FIRST = 10, 20
 # The largest sizes in bytes of a page, of the ids, scores and columns in its data, and of its
-# markup, style and script. The targets that are shown without the script belong to the markup.
-_PAGE, _ROWS, _MARKUP = 5_000_000, 2_500_000, 600_000
+# markup, style and script.
+_PAGE, _ROWS, _MARKUP = 5_000_000, 2_500_000, 100_000
 # The largest number of characters of a sample's text. If the page would be too large, texts are
 # shortened to SHORTENED characters.
 _CHARACTERS = 1000
@@ -92,7 +92,6 @@ class Answer:
             influences on these targets, and of the most harmful training samples.
         columns: For "targets" and for "train", the names of the columns whose values each entry
             contains as ``values``, in the same order.
-        pictures: Data URLs of the pictures that are shown without the script, by element id.
         drawn: Whether samples are shown as pictures.
         described: Whether samples have texts from the study's ``describe``.
     """
@@ -101,7 +100,6 @@ class Answer:
     targets: Sequence[Mapping[str, Any]]
     train: Sequence[Mapping[str, Any]]
     columns: Mapping[str, Sequence[str]]
-    pictures: Mapping[str, str]
     drawn: bool
     described: bool
 
@@ -303,18 +301,18 @@ def explore(
         n_targets = max(1, int(0.95 * n_targets * _ROWS / n_bytes))
     # A target that is a mean over samples has no picture or text of its own.
     shown = [] if MEAN_OF in experiment.tables["targets"] else target_entries
-    first = {i for entry in target_entries[:AT_ONCE] for i, *_ in entry["influences"]}
-    asked = [(True, entry) for entry in shown[:AT_ONCE]]
+    first = {i for entry in target_entries[:_FIRST] for i, *_ in entry["influences"]}
+    asked = [(True, entry) for entry in shown[:_FIRST]]
     asked += [(False, train_entries[i]) for i in sorted(first)]
-    n_at_once = len(asked)
-    asked += [(True, entry) for entry in shown[AT_ONCE:]]
+    n_first = len(asked)
+    asked += [(True, entry) for entry in shown[_FIRST:]]
     asked += [(False, entry) for i, entry in enumerate(train_entries) if i not in first]
-    pictures = _fill(asked, n_at_once, show, _PAGE - _MARKUP - n_bytes, drawn=drawn)
+    _fill(asked, n_first, show, _PAGE - _MARKUP - n_bytes, drawn=drawn)
     _mark_equal(target_entries, train_entries, output_of(experiment))
     for entry in (*target_entries, *train_entries):
         del entry["key"]
         entry.pop("digest", None)
-    return Answer(experiment, target_entries, train_entries, columns, pictures, drawn, described)
+    return Answer(experiment, target_entries, train_entries, columns, drawn, described)
 
 
 def _without_repeated(experiment: File, show: Show) -> File:
@@ -326,7 +324,7 @@ def _without_repeated(experiment: File, show: Show) -> File:
     table = experiment.tables["targets"]
     if MEAN_OF in table:
         return experiment
-    first = table.head(AT_ONCE)
+    first = table.head(_FIRST)
     split = {name: [str(value).split() for value in first[name]] for name in _study_columns(table)}
     phrases = {name: words for name, words in split.items() if any(len(w) > 1 for w in words)}
     if not phrases:
@@ -344,41 +342,34 @@ def _without_repeated(experiment: File, show: Show) -> File:
 
 def _fill(
     asked: Sequence[tuple[bool, dict[str, Any]]],
-    n_at_once: int,
+    n_first: int,
     show: Show,
     n_bytes: int,
     *,
     drawn: bool,
-) -> dict[str, str]:
-    """Return the pictures to show without the script, after adding samples to their entries.
+) -> None:
+    """Add samples to their entries, as pictures or texts, until ``n_bytes`` are used.
 
-    ``asked`` contains pairs (is_target, entry), with the most important first. Pictures or texts
-    are added until ``n_bytes`` are used, and always to the first ``n_at_once`` entries, which are
-    shown without the script. Their pictures are returned as data URLs, by element id.
+    ``asked`` contains pairs (is_target, entry), with the most important first. The first
+    ``n_first`` entries always get their samples.
     """
     samples, used = [], 0
     for is_target, entry in asked:
         shown, entry["digest"] = show(is_target, entry["key"], SHORTENED if drawn else _CHARACTERS)
         samples.append(shown)
         used += _size(samples[-1])
-        if used > n_bytes and drawn and len(samples) >= n_at_once:
+        if used > n_bytes and drawn and len(samples) >= n_first:
             break
     if used > n_bytes and not drawn:
         samples = [readable(str(text), SHORTENED) for text in samples]
-    places, used = {}, 0
+    used = 0
     for count, ((_, entry), sample) in enumerate(zip(asked, samples, strict=False)):
         used += _size(sample)
-        if used > n_bytes and count >= n_at_once:
+        if used > n_bytes and count >= n_first:
             break
-        if isinstance(sample, str):
-            entry["sample"] = sample
-            continue
-        if count < n_at_once:
-            places.setdefault(sample.src, f"picture-{len(places)}")
-        # A picture that the HTML already contains is not repeated. The script refers to its id.
-        source = places.get(sample.src, sample.src)
-        entry["sample"] = [source, sample.width, sample.height, sample.text]
-    return {place: source for source, place in places.items()}
+        entry["sample"] = sample
+        if isinstance(sample, Picture):
+            entry["sample"] = [sample.src, sample.width, sample.height, sample.text]
 
 
 def _mark_equal(

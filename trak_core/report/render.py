@@ -21,7 +21,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from trak_core.config.cross_checks import lists_of
 from trak_core.lists.lists import ENOUGH_TARGETS, few_targets
 from trak_core.report import charts, template_filters
-from trak_core.report.explore_data import AT_ONCE, EACH_ON_PAGE, Answer
+from trak_core.report.explore_data import EACH_ON_PAGE, Answer
 from trak_core.report.read_results import (
     NEAR_ZERO,
     File,
@@ -258,7 +258,6 @@ def _environment() -> Environment:
     environment.globals |= {function.__name__: function for function in functions}
     environment.globals |= {
         "limits": LIMITS,
-        "at_once": AT_ONCE,
         "style": (_FOLDER / "style.css").read_text(encoding="utf-8"),
     }
     return environment

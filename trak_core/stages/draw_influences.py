@@ -1,13 +1,10 @@
 """Write pages of targets with their most influential training samples, and pages of lists."""
 
 import re
-import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import pandas as pd
 
 from trak_core.artifacts import (
@@ -20,8 +17,7 @@ from trak_core.artifacts import (
     software,
 )
 from trak_core.lists.lists import few_targets
-from trak_core.report.charts import TARGETS_IN_FIGURE, influences_figure
-from trak_core.report.describe_samples import EACH, Examples, find_examples, targets_of
+from trak_core.report.describe_samples import targets_of
 from trak_core.report.explore_data import EACH_ON_PAGE, Answer, explore
 from trak_core.report.read_results import output_of, read_experiment, with_class_names
 from trak_core.report.render import answer as answer_page
@@ -50,18 +46,6 @@ _CLASSES = ("label", "suggested_label", "prediction", "other_label")
 _SHOWN_ELSEWHERE = ("id", "rank", "other_id", "among", "worth_a_look", "output_sd", "loss_weight")
 
 
-def _draw(figure: Path, examples: Examples) -> None:
-    with (
-        mpl.rc_context({"savefig.dpi": 110}),
-        warnings.catch_warnings(),
-        atomic_write(figure) as partial,
-    ):
-        # Matplotlib draws boxes for characters that its font lacks. The HTML page shows them.
-        warnings.filterwarnings("ignore", "Glyph .* missing from")
-        # Matplotlib's version is not stored, so that the file is the same on all machines.
-        influences_figure(examples).savefig(partial, format="png", metadata={"Software": None})
-
-
 def _texts(study: Study, split: Split, name: str) -> pd.DataFrame:
     """Return a table with the id and the beginning of the text of each sample."""
     rows = blocks_with_progress(len(split.ids), 1, f"texts of {name}")
@@ -88,7 +72,6 @@ def _write_texts(
 
 def draw_influences(
     *,
-    figure: Path,
     answer: Path,
     texts: Path,
     scores: Path,
@@ -98,13 +81,12 @@ def draw_influences(
     question: Path | None = None,
     code: str,
 ) -> None:
-    """Write a picture of some targets, a page of all targets, and a file of texts.
+    """Write a page of an experiment's targets, and a file of texts.
 
-    The PNG ``figure`` has a row for each target, with its most helpful and most harmful samples.
-    The HTML page ``answer`` shows all targets, with longer texts. The file ``texts`` contains the
-    beginnings of the texts of targets and of the training samples in ``top_influences``. If the
-    study has no ``describe(sample)``, the file contains the printed values of the samples on the
-    page.
+    The HTML page ``answer`` shows the targets with their most influential training samples. The
+    file ``texts`` contains the beginnings of the texts of targets and of the training samples in
+    ``top_influences``. If the study has no ``describe(sample)``, the file contains the printed
+    values of the samples on the page.
 
     ``self_influence`` and ``token_scores`` contain at most one file each. With a file of token
     scores, tokens are coloured by their scores. If the study has no ``token_texts(sample)``, the
@@ -116,13 +98,6 @@ def draw_influences(
     experiment = with_class_names(experiment, study.class_names())
     ids = experiment.tables["targets"]["id"].tolist()
     targets = targets_of(study, experiment, ids, question)
-    # The figure shows only the first few targets and their strongest influences.
-    shown = experiment.tables["targets"].head(TARGETS_IN_FIGURE)
-    top = experiment.tables["top_influences"]
-    top = top.loc[top["target_id"].isin(shown["id"]) & (top["rank"] <= EACH), :]
-    tables = {**experiment.tables, "shown": shown, "top_influences": top}
-    (examples,) = find_examples(study, [replace(experiment, tables=tables)], train, [targets])
-    _draw(figure, examples)
     influence = tokens = None
     for path in self_influence:
         with open_artifact(path, SELF_INFLUENCE) as file:

@@ -1,7 +1,7 @@
 use rule stage as write_report with:
     input:
-        # The report links to the pages of answers and lists. Jobs write them with these files.
-        expand("<results>/figures/{experiment}.png", experiment=specs.scored),
+        # The report links to the pages of answers and lists.
+        expand("<results>/answers/{experiment}.html", experiment=specs.scored),
         expand("<results>/lists/{kind}.html", kind=specs.lists),
         scores=expand("<results>/scores/{experiment}.h5", experiment=specs.scored),
         normal_matrices=(
@@ -29,7 +29,7 @@ if measured_files:
     # This report does not wait for the evaluation, because retraining models takes a long time.
     use rule write_report as write_report_first with:
         input:
-            expand("<results>/figures/{experiment}.png", experiment=specs.scored),
+            expand("<results>/answers/{experiment}.html", experiment=specs.scored),
             scores=rules.write_report.input.scores,
             normal_matrices=rules.write_report.input.normal_matrices,
             groups=group_files,

@@ -81,7 +81,6 @@ use rule stage as draw_influences with:
             else []
         ),
     output:
-        figure=report("<results>/figures/{experiment}.png", category="figures"),
         answer=report("<results>/answers/{experiment}.html", category="answers"),
         texts="<results>/answers/{experiment}.h5",
     log:

@@ -95,7 +95,7 @@ gpu = 1 if compute["device"] == "cuda" else None
 environment = compute.get("conda", "../envs/trak.yaml")
 if "conda" in compute and environment.endswith((".yaml", ".yml")):
     environment = str(Path(environment).absolute())
-# The priority of the rules for scores and figures, so that they run before the evaluation.
+# The priority of the rules for scores and pages, so that they run before the evaluation.
 scores_first = 10
 
 
