@@ -233,7 +233,6 @@ def averaged(
     memory_mb=500,
     study_file=None,
     output_words=None,
-    mean_of=None,
     **sharded,
 ) -> Path:
     """Return the scores file; ``features`` are needed where only solved targets were kept."""
@@ -247,7 +246,6 @@ def averaged(
         top=top,
         output_words=output_words,
         study_file=study_file,
-        mean_of=mean_of,
         code="code",
         memory_mb=memory_mb,
         **sharded,

@@ -63,7 +63,7 @@ def jobs(tmp_path_factory):
         "groups": ["label"],
         "answers": {"tokens": True},
         "experiments": everything["experiments"]
-        | {"errors": {"where": "prediction != label"}, "mean": {"mean": "errors"}},
+        | {"errors": {"where": "prediction != label"}},
         "lists": {kind: {"experiment": "mix"} for kind in ("suspects", "duplicates")}
         | {"select": {"experiment": "mix", "pool": "unlabelled.py"}},
     }

@@ -33,7 +33,7 @@ from trak_core.attribution.score_formulas import unit_of
 from trak_core.config.memory_needs import average_need, holds_solved, shard_rows
 from trak_core.model_outputs.about_outputs import about_output
 from trak_core.runtime.progress import blocks_with_progress
-from trak_core.settings import MEAN_OF, POOL, TRAIN, ScoresSpec
+from trak_core.settings import POOL, TRAIN, ScoresSpec
 from trak_core.stages._shared import copy_rows, open_checkpoint_scores, stored_similarities
 
 _CHUNKS = (1024, 64)
@@ -91,7 +91,6 @@ def average_scores(
     output_words: Mapping[str, Any] | None = None,
     study_file: Path | None = None,
     question: Path | None = None,
-    mean_of: str | None = None,
     pool: Path | None = None,
     shard: int = 1,
     n_shards: int = 1,
@@ -109,13 +108,12 @@ def average_scores(
     each sign to keep for each target. ``pool`` is the file of the scored samples if they are not
     the training samples. Columns from this file, from ``question`` and from the study are added to
     the tables. The file also stores ``columns`` (the meaning of labels and predictions),
-    ``defaults`` (the settings that the config leaves out), ``output_words`` (the description of a
-    user-defined model output) and ``mean_of`` (the experiments whose mean is the target).
+    ``defaults`` (the settings that the config leaves out) and ``output_words`` (the description of
+    a user-defined model output).
     """
     assert spec.loss_weight_power is not None
     with ExitStack() as stack:
-        rule = None if mean_of is None else "average_targets"
-        parts = open_checkpoint_scores(stack, checkpoint_scores, spec, rule)
+        parts = open_checkpoint_scores(stack, checkpoint_scores, spec)
         phis = [stack.enter_context(open_artifact(path, FEATURES)) for path in features]
         pieces = [stack.enter_context(open_artifact(path, SCORES_SHARD)) for path in shards]
         n_train, target_ids = len(parts[0].vector("train_ids")), parts[0].vector("target_ids")
@@ -143,8 +141,8 @@ def average_scores(
         ends = [parts[spec.checkpoints.index(checkpoint)] for checkpoint in spec.ends]
         targets = sample_table(ends, "target", block)
         about = about_output({**(output_words or {}), "function": spec.features.model_output})
-        labels = targets["label"] if about.labels_are_classes and mean_of is None else None
-        add_improving_signs(targets, about, is_mean=mean_of is not None)
+        labels = targets["label"] if about.labels_are_classes else None
+        add_improving_signs(targets, about)
         improves = targets.get("improves")
 
         def blocks(values: MatrixWriter | None) -> Iterator[tuple[int, np.ndarray]]:
@@ -201,12 +199,8 @@ def average_scores(
             else:
                 kept_scores = KeptScores.of(blocks(values), improves, labels, top)
             train |= kept_scores.by_sample
-            if mean_of is None:
-                own = targets, study_file, question, str(spec.experiment)
-                writer.table("targets", _with_study_columns(*own), ["id"])
-            else:
-                named = targets | {MEAN_OF: np.array([mean_of], dtype=object)}
-                writer.table("targets", named, ["id"])
+            own = targets, study_file, question, str(spec.experiment)
+            writer.table("targets", _with_study_columns(*own), ["id"])
             own = train, study_file, pool, POOL if pool else TRAIN
             writer.table("train", _with_study_columns(*own), ["id"])
             # `sign` is not searchable, because pandas's queries have a function of this name.
