@@ -31,7 +31,6 @@ PARAMS = {
     "group_by": "`groups`",
     "groups": "the targets that share a job",
     "keep": "`scoring.keep`",
-    "mean_of": "the experiment's `mean` and `minus`",
     "naming": "what selects samples: targets and scores, or `evaluation.removals.{list}.fractions`",
     "output_words": "the texts of a `model_output` of your own",
     "pool": "`lists.select.pool`",
@@ -58,7 +57,7 @@ def _configs() -> dict[str, dict[str, Any]]:
     exact = {key: value for key, value in smoke.items() if key != "evaluation"}
     smoke["evaluation"]["removals"] |= {"baselines": ["embedding_cosine"], "suspects": {}}
     select = {"select": {"experiment": "mix", "pool": "pool.py"}}
-    described = {"errors": {"where": "prediction != label"}, "mean": {"mean": "errors"}}
+    described = {"errors": {"where": "prediction != label"}}
     return {
         "projected": smoke
         | {"experiments": smoke["experiments"] | described}

@@ -227,7 +227,6 @@ def averaged(
     memory_mb=500,
     study_file=None,
     output_words=None,
-    mean_of=None,
 ) -> Path:
     """Return the scores file; ``features`` are needed where only solved targets were kept."""
     average_scores(
@@ -240,7 +239,6 @@ def averaged(
         top=top,
         output_words=output_words,
         study_file=study_file,
-        mean_of=mean_of,
         code="code",
         memory_mb=memory_mb,
     )

@@ -23,12 +23,6 @@ def experiment(name):
     return {"experiments": {name: {"targets": ["patient-342"]}}}
 
 
-def mean(**about):
-    """Return experiments of which one is the mean of the other."""
-    own = {"targets": ["patient-342"]}
-    return {"experiments": {"mine": own, "mean": {"mean": "mine"} | about}}
-
-
 # A key, its value, and the expected requirement in the message.
 VALUES = {
     "wrong type": ("projection.proj_dim", "many", "an integer"),
@@ -36,7 +30,7 @@ VALUES = {
     "unknown model output": ("model_output", "other", re.compile(r"one of image_.*, loss(?=\.)")),
     "an experiment without targets": (
         *("experiments.mine", {}),
-        "a mapping with targets or data or where or mean",
+        "a mapping with targets or data or where",
     ),
     "a results folder with a command": ("results", "$(touch ran)", "described under Meaning"),
     "a results folder that ends a line": ("results", "results\n", "described under Meaning"),
@@ -152,38 +146,12 @@ REFUSALS = {
             *("mine", "Found targets"),
         )
     },
-    "config.mean_alone": {"a mean beside ids": (mean(targets=[1]), *("mean", "Found targets"))},
-    "config.mean_of": {
-        "a mean of nothing there": (mean(mean="b"), *("mean", "Found b")),
-        "a mean less itself": (mean(minus="mine"), "Found mine and mine"),
-    },
-    "config.list_of_mean": {
-        f"{name} of a mean of predictions": (
-            mean() | {"lists": {name: {"experiment": "mean"}}},
-            *(f"lists: {name} needs", "mean"),
-        )
-        for name in ("suspects", "drop", "select", "duplicates")
-    },
     "config.list_output": {
         f"{name} of an output that says nothing": (
             {"model_output": "study.py:f", "lists": [name]},
             "larger_is_better: true",
         )
         for name in ("suspects", "drop", "select")
-    },
-    "config.suspects_of_difference": {
-        "suspects of a difference": (
-            {
-                "experiments": experiment("a")["experiments"]
-                | experiment("b")["experiments"]
-                | {"less": {"mean": "a", "minus": "b"}},
-                "lists": {"suspects": {"experiment": "less"}},
-            },
-            "Found less",
-        )
-    },
-    "config.evaluated_mean": {
-        "a mean that models are asked about": (mean() | removals(experiment="mean"), "Found 'mean'")
     },
     "config.exact": {
         "exact top influences": (

@@ -62,8 +62,7 @@ def jobs(tmp_path_factory):
         "compute": {"shards": 2},
         "groups": ["label"],
         "answers": {"tokens": True},
-        "experiments": everything["experiments"]
-        | {"errors": {"where": "prediction != label"}, "mean": {"mean": "errors"}},
+        "experiments": everything["experiments"] | {"errors": {"where": "prediction != label"}},
         "lists": {kind: {"experiment": "mix"} for kind in ("suspects", "duplicates")}
         | {"select": {"experiment": "mix", "pool": "unlabelled.py"}},
     }

@@ -71,13 +71,12 @@ def sample_table(parts: Sequence[Part], side: str, block: int) -> dict[str, np.n
     return table | ({"loss_weight": summarized("loss_weights")} if side == "train" else {})
 
 
-def add_improving_signs(targets: dict[str, np.ndarray], about: About, *, is_mean: bool) -> None:
+def add_improving_signs(targets: dict[str, np.ndarray], about: About) -> None:
     """Add the column ``improves``: the sign of the scores that reduce each target's loss.
 
-    The column is omitted if the sign is unknown, because ``about.better`` is empty, or because it
-    is ``closer`` and each target is a mean of samples (``is_mean``), which has no label.
+    The column is omitted if the sign is unknown, because ``about.better`` is empty.
     """
-    if about.better and (about.better == "larger" or not is_mean):
+    if about.better:
         compared = targets["label"], targets["prediction"]
         targets["improves"] = improving_signs(about.better, *compared)
 

@@ -82,7 +82,7 @@ class Scores:
         ends = [parts[spec.checkpoints.index(checkpoint)] for checkpoint in spec.ends]
         targets, train = (sample_table(ends, side, block) for side in ("target", "train"))
         about = about_output(spec.features.model_output)
-        add_improving_signs(targets, about, is_mean=False)
+        add_improving_signs(targets, about)
         read = score_rows(parts, [part.rows for part in parts], spec)
         matrix = np.empty((n, m), np.float32) if keep == "full" else None
 

@@ -155,15 +155,8 @@ def check_lists(config: Mapping[str, Any]) -> None:
                 f"{about['experiment'] or 'none'}.",
                 code="config.list_experiment",
             )
-    blamed = lists.get("suspects", {}).get("experiment")
-    if blamed and "minus" in config["experiments"][blamed]:
-        raise InputError(
-            "lists: suspects needs an experiment with targets, or a mean of one. Found "
-            f"{blamed}, which is a difference of two means.",
-            code="config.suspects_of_difference",
-        )
-    better = about_output(output := config["model_output"]).better
-    if not better and lists.keys() - {"duplicates"}:
+    output = config["model_output"]
+    if not about_output(output).better and lists.keys() - {"duplicates"}:
         raise InputError(
             "lists need a model output for which a larger value means a smaller loss. Found "
             f"{output_name(output)}. If a larger value of your own model output does mean a "
@@ -172,13 +165,6 @@ def check_lists(config: Mapping[str, Any]) -> None:
         )
     pool = "pool" in lists.get("select", {})
     of_features = ["duplicates"] * ("duplicates" in lists) + ["select with a pool"] * pool
-    for name in lists if better == "closer" else of_features:
-        if "mean" in config["experiments"][compared := lists[name.split()[0]]["experiment"]]:
-            raise InputError(
-                f"lists: {name} needs an experiment that has targets. Found {compared}, which is "
-                "a mean over another experiment's targets.",
-                code="config.list_of_mean",
-            )
     for name in of_features if isinstance(config["projection"], str) else []:
         raise InputError(
             f"lists: {name} needs a projection. Found `projection: {config['projection']}`.",
@@ -192,33 +178,17 @@ def check_lists(config: Mapping[str, Any]) -> None:
 
 
 def check_experiments(config: Mapping[str, Any]) -> None:
-    """Raise an error for experiments with an invalid condition or mean, or with excluded keys."""
-    experiments = config["experiments"]
-    own = [name for name, about in experiments.items() if "mean" not in about]
-    for name, about in experiments.items():
+    """Raise an error for experiments with an invalid condition, or with keys besides it."""
+    for name, about in config["experiments"].items():
+        if "where" not in about:
+            continue
+        Condition.parse(about["where"])
         others = [key for key in ("targets", "data") if key in about]
         others += ["shards"] * (about["shards"] != 1)
-        if "where" in about:
-            Condition.parse(about["where"])
-            if others:
-                raise InputError(
-                    f"experiments.{name}: `where` must be the only key. Found {others[0]} as well.",
-                    code="config.where_alone",
-                )
-            others = ["where"]
-        if "mean" in about and others:
+        if others:
             raise InputError(
-                f"experiments.{name}: `mean` allows only the key `minus`. Found {others[0]}.",
-                code="config.mean_alone",
-            )
-        named = [about[key] for key in ("mean", "minus") if key in about]
-        wrong = [experiment for experiment in named if experiment not in own]
-        if wrong or ("minus" in about and len(set(named)) < 2):
-            raise InputError(
-                f"experiments.{name}: `mean` and `minus` must be the names of different "
-                f"experiments that have targets ({', '.join(own) or 'none'}). Found "
-                f"{' and '.join(named)}.",
-                code="config.mean_of",
+                f"experiments.{name}: `where` must be the only key. Found {others[0]} as well.",
+                code="config.where_alone",
             )
 
 
@@ -245,7 +215,6 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
     reasons = {
         "config.unknown_experiment": [name for name in named if name not in experiments],
         "config.evaluated_question": [n for n in named if "data" in experiments.get(n, ())],
-        "config.evaluated_mean": [n for n in named if "mean" in experiments.get(n, ())],
     }
     for code, names in reasons.items():
         if names:
@@ -262,7 +231,7 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
             f"{removals['experiment']} with `{'where' if 'where' in about else 'targets: all'}`.",
             code="config.removals_of_all",
         )
-    if lds and all({"data", "mean"} & set(experiment) for experiment in experiments.values()):
+    if lds and all("data" in experiment for experiment in experiments.values()):
         raise InputError(
             "evaluation needs an experiment whose targets are samples of target_data(), with "
             "`targets` or `where` and without `data`. Found none.",

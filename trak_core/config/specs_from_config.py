@@ -26,7 +26,6 @@ from trak_core.errors import InputError
 from trak_core.model_outputs.about_outputs import about_output, output_name
 from trak_core.runtime.files import data_digests, file_digest
 from trak_core.settings import (
-    LESS,
     POOL,
     TRAIN,
     Combine,
@@ -76,11 +75,8 @@ class Specs:
         output: Properties and descriptions of the model output.
         output_words: The settings of a user-defined model output. None for a built-in one.
         is_projected: Whether scores are computed from projected gradients.
-        scored: All experiments, including means, in the config's order.
         experiments: The target ids of each experiment, or None if all samples are targets.
-            Experiments that are means are not included.
         conditions: The ``where`` conditions of experiments, by experiment.
-        means: For each experiment that is a mean, the names under ``mean`` and ``minus``.
         lists: The settings of the config's lists, by name, with the experiment of each list.
         pool: The file of samples that ``lists.select`` ranks, or None for the training samples.
         questions: The files of experiments' targets and of the pool, by experiment or ``POOL``.
@@ -145,25 +141,18 @@ class Specs:
 
     def _read_experiments(self) -> None:
         experiments = self.config["experiments"]
-        self.scored = [*experiments]
-        self.means = {
-            name: [about[key] for key in ("mean", "minus") if key in about]
-            for name, about in experiments.items()
-            if "mean" in about
-        }
         self.conditions = {
             n: about["where"] for n, about in experiments.items() if "where" in about
         }
         self.experiments = {
             name: target_ids(about["targets"]) if "targets" in about else None
             for name, about in experiments.items()
-            if "mean" not in about
         }
         self.lists = lists_of(self.config)
         self.pool: str | None = self.lists.get("select", {}).get("pool")
         self.questions = {n: about["data"] for n, about in experiments.items() if "data" in about}
         self.shards = {TRAIN: self.config["compute"]["shards"]}
-        self.shards |= {name: experiments[name]["shards"] for name in self.experiments}
+        self.shards |= {name: about["shards"] for name, about in experiments.items()}
         if self.pool is not None:
             self.questions[POOL], self.shards[POOL] = self.pool, 1
 
@@ -199,10 +188,6 @@ class Specs:
             groups.setdefault(tuple(name.removeprefix(run) for name in ids), []).append(run)
         return [(list(suffixes), runs) for suffixes, runs in groups.items()]
 
-    def mean_of(self, experiment: str) -> str | None:
-        """Return a text with the names in ``means``, or None if the experiment is not a mean."""
-        return LESS.join(self.means.get(experiment, ())) or None
-
     @property
     def has_columns(self) -> bool:
         """Whether the study, or a Python file of targets, can add columns to tables."""
@@ -214,9 +199,6 @@ class Specs:
 
         Return None for the training samples. ``split`` can also be the pool.
         """
-        if split in self.means:
-            named = [(name, self.targets_digest(name)) for name in self.means[split]]
-            return content_digest("mean", *named)
         if split not in {*self.experiments, *self.questions}:
             return None
         if split in self.conditions:

@@ -5,7 +5,6 @@ import pandas as pd
 
 from trak_core.artifacts import Rows
 from trak_core.attribution.score_formulas import Extremes, largest, unit_rows
-from trak_core.settings import MEAN_OF
 
 # The nearest of _NEIGHBOURS samples is a copy if its closeness is at least _CLOSE.
 _NEIGHBOURS, _CLOSE = 5, 0.9
@@ -22,15 +21,6 @@ def _ranked(train: pd.DataFrame, order: np.ndarray, *names: str) -> pd.DataFrame
     rows["rank"] = np.arange(1, len(rows) + 1)
     first = ["id", "rank", *(name for name in names if name in rows)]
     return rows[[*first, *(name for name in rows if name not in first)]]
-
-
-def few_targets(targets: pd.DataFrame) -> bool:
-    """Return whether there are too few targets for a reliable list of suspects.
-
-    Return False for a mean over targets, because ``targets``, a table of a scores file, does not
-    contain the number of targets in the mean.
-    """
-    return len(targets) < ENOUGH_TARGETS and MEAN_OF not in targets
 
 
 def suspects(train: pd.DataFrame) -> pd.DataFrame:

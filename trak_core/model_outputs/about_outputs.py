@@ -83,7 +83,7 @@ class About:
         """What helpful and harmful training samples do to a target, as verb phrases."""
         if self.better == "closer":
             return "bring f closer to the label", "take f away from the label"
-        return f"push {self.raises or 'f'} up", f"push {self.raises or 'f'} down"
+        return "push f up", "push f down"
 
     @property
     def worst_fitted(self) -> str:

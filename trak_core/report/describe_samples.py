@@ -2,16 +2,13 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from trak_core.report.read_results import File, rows_with
-from trak_core.settings import MEAN_OF
 from trak_core.study.dataset_split import Split
-from trak_core.study.read_targets import split_of
-from trak_core.study.show_samples import SHORTENED, Picture, Words, are_drawn, show_sample
+from trak_core.study.show_samples import SHORTENED, Picture, are_drawn, show_sample
 from trak_core.study.study import Study
 
 # For each target, at most this many training samples with a positive score are shown, and as many
@@ -46,19 +43,6 @@ def targets_shown(n_experiments: int) -> list[int]:
     """Return the largest number of targets to show for each experiment, at most 120 in all."""
     each = max(1, min(_TARGETS, _IN_ALL // n_experiments))
     return [each if i * each < _IN_ALL else 0 for i in range(n_experiments)]
-
-
-def targets_of(study: Study, experiment: File, ids: Sequence[Any], question: Path | None) -> Split:
-    """Return the experiment's targets with the given ids.
-
-    Targets are read from the file ``question`` if it is given, else from the study. A target that
-    is a mean over other targets is returned as a text that names it.
-    """
-    targets = experiment.tables["targets"]
-    if MEAN_OF in targets:
-        words = [Words(f"the mean of {mean_of}") for mean_of in targets[MEAN_OF].tolist()]
-        return Split(words, targets["id"].tolist())
-    return split_of(study, experiment.spec["experiment"], ids, question)
 
 
 def find_examples(

@@ -16,7 +16,6 @@ import pandas as pd
 from trak_core.model_outputs.about_outputs import About
 from trak_core.report.read_results import File, output_of, rows_with
 from trak_core.report.template_filters import anchor, is_right, label, number, of_target, signed
-from trak_core.settings import MEAN_OF
 from trak_core.study.dataset_split import Split
 from trak_core.study.sample_columns import RESERVED
 from trak_core.study.show_samples import (
@@ -104,15 +103,9 @@ class Answer:
     described: bool
 
     @property
-    def is_mean(self) -> bool:
-        """Whether the target is a mean over samples, or a difference of means."""
-        return MEAN_OF in self.experiment.tables["targets"]
-
-    @property
     def n_left_out(self) -> tuple[int, int]:
         """The number of targets left out of the page, and of samples without picture or text."""
-        samples = [*self.train] if self.is_mean else [*self.targets, *self.train]
-        without = sum(sample["sample"] is None for sample in samples)
+        without = sum(sample["sample"] is None for sample in (*self.targets, *self.train))
         return len(self.experiment.tables["targets"]) - len(self.targets), without
 
     @property
@@ -120,7 +113,7 @@ class Answer:
         """An explanation of the label, the prediction, and the columns that the study adds."""
         about = output_of(self.experiment)
         sentences = []
-        if about.label != "label" and not (about.is_own or self.is_mean):
+        if about.label != "label" and not about.is_own:
             texts = about.columns.removeprefix("label: ").split("; prediction: ")
             pairs = zip((about.label, about.prediction), texts, strict=True)
             sentences += [f"{word}: {text}" for word, text in pairs if word]
@@ -299,13 +292,11 @@ def explore(
         if n_bytes <= _ROWS or n_targets == 1:
             break
         n_targets = max(1, int(0.95 * n_targets * _ROWS / n_bytes))
-    # A target that is a mean over samples has no picture or text of its own.
-    shown = [] if MEAN_OF in experiment.tables["targets"] else target_entries
     first = {i for entry in target_entries[:_FIRST] for i, *_ in entry["influences"]}
-    asked = [(True, entry) for entry in shown[:_FIRST]]
+    asked = [(True, entry) for entry in target_entries[:_FIRST]]
     asked += [(False, train_entries[i]) for i in sorted(first)]
     n_first = len(asked)
-    asked += [(True, entry) for entry in shown[_FIRST:]]
+    asked += [(True, entry) for entry in target_entries[_FIRST:]]
     asked += [(False, entry) for i, entry in enumerate(train_entries) if i not in first]
     _fill(asked, n_first, show, _PAGE - _MARKUP - n_bytes, drawn=drawn)
     _mark_equal(target_entries, train_entries, output_of(experiment))
@@ -322,8 +313,6 @@ def _without_repeated(experiment: File, show: Show) -> File:
     column, and the page would show it twice.
     """
     table = experiment.tables["targets"]
-    if MEAN_OF in table:
-        return experiment
     first = table.head(_FIRST)
     split = {name: [str(value).split() for value in first[name]] for name in _study_columns(table)}
     phrases = {name: words for name, words in split.items() if any(len(w) > 1 for w in words)}

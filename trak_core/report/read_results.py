@@ -23,7 +23,7 @@ from trak_core.artifacts import (
 )
 from trak_core.attribution.model_fit import fit_of
 from trak_core.model_outputs.about_outputs import About, about_output
-from trak_core.settings import EXACT, LESS, MEAN_OF
+from trak_core.settings import EXACT
 from trak_core.study.dataset_split import Split
 from trak_core.study.sample_columns import named, with_names
 
@@ -208,8 +208,6 @@ def n_trained_on(targets: pd.DataFrame, train: pd.DataFrame) -> int:
     A target counts if a training sample has the same id, the same label and nearly the same model
     output. The id is not enough, because targets and training samples may both be numbered from 0.
     """
-    if MEAN_OF in targets:
-        return 0
     asked = targets.loc[targets["id"].isin(train["id"]), :]
     same = train.set_index("id").loc[asked["id"], :]
     # Outputs of equal samples may differ slightly, because rounding depends on the batch.
@@ -221,13 +219,7 @@ def output_of(experiment: File) -> About:
     """Return the description of the model output that an experiment explains."""
     name, words = experiment.spec["model_output"], experiment.attributes.get("output_words")
     about = about_output({**json.loads(words), "function": name} if words else name)
-    about = replace(about, meaning=experiment.attributes.get("meaning", about.meaning))
-    targets = experiment.tables.get("targets", pd.DataFrame())
-    is_difference = MEAN_OF in targets and any(LESS in of for of in targets[MEAN_OF])
-    about = replace(about, raises="the difference") if is_difference else about
-    # ``better`` is cleared, because a mean over targets has no label to which the model output
-    # could be closer, and a difference of means is not better if it is larger.
-    return replace(about, better="") if MEAN_OF in targets and about.raises else about
+    return replace(about, meaning=experiment.attributes.get("meaning", about.meaning))
 
 
 def with_class_names(file: File, names: Sequence[str]) -> File:
@@ -265,15 +257,14 @@ def side_by_side(experiments: Sequence[File]) -> list[dict[str, Any]]:
 
     Returns:
         For each sample a mapping with the keys ``id``, ``label`` and ``moved``. ``moved`` is a list
-        with ``experiment``, ``harm``, ``help``, ``score`` and ``stands_out`` for each experiment
-        for which harm and help are known.
+        with ``experiment``, ``harm``, ``help``, ``score`` and ``stands_out`` for each experiment.
+        The list is empty if harm and help are unknown.
     """
-    experiments = [file for file in experiments if "harm" in file.tables["moved"]]
-    if len(experiments) < 2:
+    moved = [file.tables["moved"] for file in experiments]
+    if len(experiments) < 2 or "harm" not in moved[0]:
         return []
     names = [file.spec["experiment"] for file in experiments]
     known = [file.tables["train"] for file in experiments]
-    moved = [file.tables["moved"] for file in experiments]
     moved = [table.assign(score=(table["help"] - table["harm"]).astype(float)) for table in moved]
     sizes = [table["score"].abs() for table in moved]
     largest = [max(size.max(), np.finfo(float).tiny) for size in sizes]

@@ -19,7 +19,7 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from trak_core.config.cross_checks import lists_of
-from trak_core.lists.lists import ENOUGH_TARGETS, few_targets
+from trak_core.lists.lists import ENOUGH_TARGETS
 from trak_core.report import charts, template_filters
 from trak_core.report.explore_data import EACH_ON_PAGE, Answer
 from trak_core.report.read_results import (
@@ -100,7 +100,7 @@ def _suspects(results: Results) -> Iterator[StudyWarning]:
     worst_fitted = output_of(results.experiments[0]).worst_fitted
     for file in results.experiments:
         targets = file.tables["targets"]
-        if file.spec["experiment"] == named and few_targets(targets):
+        if file.spec["experiment"] == named and len(targets) < ENOUGH_TARGETS:
             yield StudyWarning("few_targets", {"worst_fitted": worst_fitted, "n": len(targets)})
 
 

@@ -4,7 +4,6 @@ from typing import Any
 from urllib.parse import quote
 
 from trak_core.model_outputs.about_outputs import About
-from trak_core.settings import MEAN_OF
 
 
 def number(value: float, digits: int = 3) -> str:
@@ -54,15 +53,13 @@ def anchor(sample_id: Any) -> str:
 
 def is_right(target: Any, output: About) -> bool | None:
     """Return whether a target is predicted correctly, or None if this is not defined."""
-    if hasattr(target, MEAN_OF) or not (output.labels_are_classes or output.needs_pairs):
+    if not (output.labels_are_classes or output.needs_pairs):
         return None
     return bool(target.label == target.prediction)
 
 
 def of_target(target: Any, output: About) -> str:
     """Return the label and prediction of a target as text, such as "label 3, predicted 5"."""
-    if hasattr(target, MEAN_OF):
-        return f"the mean of {target.mean_of}"
     parts = ((output.label, target.label), (output.prediction, target.prediction))
     return ", ".join(f"{word} {label(value)}" for word, value in parts if word)
 

@@ -252,7 +252,6 @@ def logged_to(path: str) -> Generator[None, None, None]:
 _TRIGGERS = {"code", "signature", "digest"}
 # The module of each stage that is not in a module of its own name.
 _MODULES = {
-    "average_targets": "compute_scores",
     "compute_embeddings": "compute_outputs",
     "compute_exact_scores": "compute_scores",
     "compute_normal_matrix": "compute_scores",

@@ -10,8 +10,6 @@ from trak_core.settings.projection import (
 from trak_core.settings.stage_specs import (
     ADAPTER_CONFIG,
     EXACT,
-    LESS,
-    MEAN_OF,
     OPTIMIZER_FILE,
     POOL,
     TRAIN,
@@ -31,7 +29,7 @@ from trak_core.settings.stage_specs import (
     subset_size,
 )
 
-__all__ = ["ADAPTER_CONFIG", "EXACT", "LESS", "MEAN_OF", "OPTIMIZER_FILE", "POOL", "TRAIN"]
+__all__ = ["ADAPTER_CONFIG", "EXACT", "OPTIMIZER_FILE", "POOL", "TRAIN"]
 __all__ += ["Combine", "FeaturesSpec", "NormalSpec", "ProjectionKind", "ProjectionSpec"]
 __all__ += ["RetrainedSpec", "ScoresSpec", "Setting", "Weighting", "curvature_power"]
 __all__ += ["matrix_shape", "ordered", "parse_spec", "projection_of", "removed_sizes"]

@@ -20,9 +20,6 @@ EXACT = "exact"
 # The splits of samples with fixed names: the training samples, and new samples from which
 # `lists.select` chooses. Every other split contains an experiment's targets.
 TRAIN, POOL = "train", "pool"
-# If a target is the mean over an experiment, this column contains the experiment's name. If another
-# experiment's mean is subtracted, its name follows after LESS.
-MEAN_OF, LESS = "mean_of", ", less that of "
 OPTIMIZER_FILE = "optimizer.pt"  # the optimizer's state in a checkpoint folder of transformers
 ADAPTER_CONFIG = "adapter_config.json"  # the settings in an adapter folder of PEFT
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,15 +41,14 @@ def open_made_for(
 
 
 def open_checkpoint_scores(
-    stack: ExitStack, paths: Sequence[Path], spec: ScoresSpec, rule: str | None = None
+    stack: ExitStack, paths: Sequence[Path], spec: ScoresSpec
 ) -> list[Artifact]:
     """Return the opened files with each checkpoint's scores.
 
     Raise an error if the files were not made with ``spec`` or do not belong together. ``stack``
-    closes the files. ``rule`` is the name of the rule that made the files, if not the usual one.
+    closes the files.
     """
     kind = EXACT_SCORES if spec.features.is_exact else CHECKPOINT_SCORES
-    kind = kind if rule is None else replace(kind, rule=rule)
     parts = [stack.enter_context(open_artifact(path, kind)) for path in paths]
     check_together(parts, spec)
     return parts

@@ -23,7 +23,7 @@ from trak_core.attribution.score_formulas import unit_of
 from trak_core.config.memory_needs import average_need, holds_solved
 from trak_core.model_outputs.about_outputs import about_output
 from trak_core.runtime.progress import blocks_with_progress
-from trak_core.settings import MEAN_OF, POOL, TRAIN, ScoresSpec
+from trak_core.settings import POOL, TRAIN, ScoresSpec
 from trak_core.stages._shared import open_checkpoint_scores, stored_similarities
 
 _SIGN = (
@@ -65,7 +65,6 @@ def average_scores(
     output_words: Mapping[str, Any] | None = None,
     study_file: Path | None = None,
     question: Path | None = None,
-    mean_of: str | None = None,
     pool: Path | None = None,
     code: str,
     memory_mb: int,
@@ -77,13 +76,12 @@ def average_scores(
     each sign to keep for each target. ``pool`` is the file of the scored samples if they are not
     the training samples. Columns from this file, from ``question`` and from the study are added to
     the tables. The file also stores ``columns`` (the meaning of labels and predictions),
-    ``defaults`` (the settings that the config leaves out), ``output_words`` (the description of a
-    user-defined model output) and ``mean_of`` (the experiments whose mean is the target).
+    ``defaults`` (the settings that the config leaves out) and ``output_words`` (the description of
+    a user-defined model output).
     """
     assert spec.loss_weight_power is not None
     with ExitStack() as stack:
-        rule = None if mean_of is None else "average_targets"
-        parts = open_checkpoint_scores(stack, checkpoint_scores, spec, rule)
+        parts = open_checkpoint_scores(stack, checkpoint_scores, spec)
         phis = [stack.enter_context(open_artifact(path, FEATURES)) for path in features]
         n_train, n_targets = (len(parts[0].vector(f"{side}_ids")) for side in ("train", "target"))
         solved_dim = spec.features.projection["proj_dim"] if phis else None
@@ -111,8 +109,8 @@ def average_scores(
         ends = [parts[spec.checkpoints.index(checkpoint)] for checkpoint in spec.ends]
         targets, train = (sample_table(ends, side, block) for side in ("target", "train"))
         about = about_output({**(output_words or {}), "function": spec.features.model_output})
-        labels = targets["label"] if about.labels_are_classes and mean_of is None else None
-        add_improving_signs(targets, about, is_mean=mean_of is not None)
+        labels = targets["label"] if about.labels_are_classes else None
+        add_improving_signs(targets, about)
         rows = stored_similarities(parts, phis, normalize=spec.normalize, in_memory=in_memory)
         read_scores = score_rows(parts, rows, spec)
         own_output = {} if output_words is None else {"model_output": json.dumps(output_words)}
@@ -148,12 +146,8 @@ def average_scores(
 
             kept = KeptScores.of(blocks(), targets.get("improves"), labels, top)
             train |= kept.by_sample
-            if mean_of is None:
-                own = targets, study_file, question, str(spec.experiment)
-                writer.table("targets", _with_study_columns(*own), ["id"])
-            else:
-                named = targets | {MEAN_OF: np.array([mean_of], dtype=object)}
-                writer.table("targets", named, ["id"])
+            own = targets, study_file, question, str(spec.experiment)
+            writer.table("targets", _with_study_columns(*own), ["id"])
             own = train, study_file, pool, POOL if pool else TRAIN
             writer.table("train", _with_study_columns(*own), ["id"])
             # `sign` is not searchable, because pandas's queries have a function of this name.

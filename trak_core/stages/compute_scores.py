@@ -1,8 +1,7 @@
-"""Compute the scores of one checkpoint from features, from a Gramian, or as means of scores."""
+"""Compute the scores of one checkpoint from features or from a Gramian."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,6 @@ from trak_core.artifacts import (
     SELF_INFLUENCE,
     Artifact,
     Writer,
-    check_made_for,
     check_same,
     check_splits,
     create,
@@ -33,7 +31,6 @@ from trak_core.attribution.fitted_checkpoint import (
     write_normal_matrix,
 )
 from trak_core.config.memory_needs import exact_need, scores_need
-from trak_core.dependency_digests import content_digest
 from trak_core.runtime.progress import blocks_with_progress
 from trak_core.settings import NormalSpec, ScoresSpec
 from trak_core.stages._shared import PER_SAMPLE, open_made_for
@@ -159,62 +156,6 @@ def _write_samples(writer: Writer, train: Artifact, targets: Artifact, norm: flo
         writer.vector(f"{prefix}_ids", file.vector("sample_ids"))
         for key in PER_SAMPLE:
             writer.vector(f"{prefix}_{key}", file.vector(key))
-
-
-def average_targets(
-    *, scores: Path, members: Sequence[Path], spec: ScoresSpec, code: str, memory_mb: int
-) -> None:
-    """Average one checkpoint's scores over the targets of an experiment.
-
-    Scores are linear in the targets' gradients. Therefore, the mean of the scores is the score of a
-    single target whose model output is the mean of the targets' outputs. If only solved targets are
-    stored, they are averaged.
-
-    ``members`` contains the file of the checkpoint's scores for that experiment, and optionally the
-    file for a second experiment, whose mean is subtracted. The id of the resulting target is
-    ``spec.experiment``. Its output, label and prediction are means if they are floats. An integer
-    label or prediction is replaced by -1.
-
-    Source: docs/explanation/scores.md, "Scores of several targets".
-    """
-    kind = EXACT_SCORES if spec.features.is_exact else CHECKPOINT_SCORES
-    with ExitStack() as stack:
-        parts = [stack.enter_context(open_artifact(path, kind)) for path in members]
-        first, name = parts[0], str(spec.experiment)
-        groups = [(part.spec["experiment"], part.spec["targets_digest"]) for part in parts]
-        digest = content_digest("mean", *groups)
-        check_same("targets to average", spec.targets_digest, digest, parts[-1])
-        for part, (experiment, targets_digest) in zip(parts, groups, strict=True):
-            check_made_for(
-                part, replace(spec, experiment=experiment, targets_digest=targets_digest)
-            )
-            for key in ("checkpoint", "projection", "train_features", "train_gramian"):
-                check_same(key.replace("_", " "), first.spec.get(key), part.spec.get(key), part)
-
-        def mean(key: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-            """Return the mean over targets, minus the second experiment's mean if there is one."""
-            values = (np.atleast_2d(part.vector(key, start, stop)) for part in parts)
-            first, *second = (each.mean(axis=1, dtype=np.float64) for each in values)
-            return first - second[0] if second else first
-
-        key = "similarities" if first.has("similarities") else "solved_targets"
-        block = memory_mb * 2**20 // (16 * max(part.matrix(key).shape[1] for part in parts))
-        file_spec = first.spec | {"experiment": name, "targets_digest": spec.targets_digest}
-        provenance = software(code, "cpu", "numpy", made_from=[part.provenance for part in parts])
-        with create(scores, kind, file_spec, provenance) as writer:
-            rows = first.matrix(key)
-            values = writer.matrix(key, first.vector(f"{key}/axis1"), [name], dtype=rows.dtype)
-            for start, stop in blocks_with_progress(len(rows), max(1, block), "rows"):
-                values[start:stop] = mean(f"{key}/block0_values", start, stop)[:, None]
-            for column in ("train_ids", "loss_weights", *(f"train_{key}" for key in PER_SAMPLE)):
-                writer.vector(column, first.vector(column))
-            if spec.norm_power is not None:
-                writer.scalar("train_norm", first.scalar("train_norm"))
-            writer.vector("target_ids", [name])
-            for column in (f"target_{column}" for column in PER_SAMPLE):
-                values = first.vector(column)
-                number = mean(column) if values.dtype.kind == "f" else np.array([-1])
-                writer.vector(column, number.astype(values.dtype))
 
 
 def compute_self_influence(

@@ -16,8 +16,7 @@ from trak_core.artifacts import (
     open_artifact,
     software,
 )
-from trak_core.lists.lists import few_targets
-from trak_core.report.describe_samples import targets_of
+from trak_core.lists.lists import ENOUGH_TARGETS
 from trak_core.report.explore_data import EACH_ON_PAGE, Answer, explore
 from trak_core.report.read_results import output_of, read_experiment, with_class_names
 from trak_core.report.render import answer as answer_page
@@ -97,7 +96,7 @@ def draw_influences(
     experiment = read_experiment(scores, scores.parents[1], _MAX_TARGETS, EACH_ON_PAGE, train)
     experiment = with_class_names(experiment, study.class_names())
     ids = experiment.tables["targets"]["id"].tolist()
-    targets = targets_of(study, experiment, ids, question)
+    targets = split_of(study, experiment.spec["experiment"], ids, question)
     influence = tokens = None
     for path in self_influence:
         with open_artifact(path, SELF_INFLUENCE) as file:
@@ -188,7 +187,7 @@ def show_list(
         labels=labels if 1 < len(labels) <= _N_LABELS else [],
         n_rows=len(rows),
         n_looks=n_looks,
-        n_targets=sum(len(targets) for targets in tables if few_targets(targets)),
+        n_targets=sum(len(targets) for targets in tables if len(targets) < ENOUGH_TARGETS),
         output=output_of(files[0]) if files else None,
         warnings=[warning for file in files for warning in score_warnings(file)],
         suggests="suggested_label" in rows,

@@ -9,9 +9,9 @@ import pandas as pd
 
 from trak_core.artifacts import FEATURES, SCORES, SELF_INFLUENCE, Artifact, check_same
 from trak_core.lists.lists import (
+    ENOUGH_TARGETS,
     best_in_turn,
     copies,
-    few_targets,
     most_consistent,
     most_harmful,
     nearest,
@@ -66,7 +66,7 @@ def write_list(
     n_listed = rows["worth_a_look"].sum() if kind == "suspects" else len(rows)
     _write(listed, rows, ("label", "prediction", "suggested_label"), study_file, model_output)
     print(f"{n_listed} of {len(train)} samples {words}.")
-    if kind == "suspects" and few_targets(targets):
+    if kind == "suspects" and len(targets) < ENOUGH_TARGETS:
         n = f"{len(targets)} target{'s' * (len(targets) != 1)}"
         print(
             f"Warning: with only {n}, the order of suspects is uncertain. Use more targets, or "

@@ -6,7 +6,7 @@ from typing import Any
 
 from trak_core.artifacts import EVALUATION, GROUPS, REMOVALS
 from trak_core.errors import InputError
-from trak_core.report.describe_samples import EACH, find_examples, targets_of, targets_shown
+from trak_core.report.describe_samples import EACH, find_examples, targets_shown
 from trak_core.report.read_results import (
     Results,
     read_experiment,
@@ -19,6 +19,7 @@ from trak_core.report.read_results import (
 from trak_core.report.render import rendered
 from trak_core.runtime.files import atomic_write
 from trak_core.settings import TRAIN
+from trak_core.study.read_targets import split_of
 from trak_core.study.study import Study
 
 
@@ -87,7 +88,7 @@ def write_report(
     for file in experiments:
         data = config["experiments"][file.spec["experiment"]].get("data")
         ids = file.tables["shown"]["id"].tolist()
-        targets.append(targets_of(study, file, ids, data and Path(data)))
+        targets.append(split_of(study, file.spec["experiment"], ids, data and Path(data)))
     shared = side_by_side(experiments)
     shared_ids = [sample["id"] for sample in shared]
     examples = find_examples(study, experiments, train, targets, also=shared_ids)

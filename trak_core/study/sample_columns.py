@@ -15,7 +15,7 @@ import pandas as pd
 from trak_core.data.rows import RowFile
 from trak_core.errors import InputError
 from trak_core.model_outputs.about_outputs import about_output
-from trak_core.settings import MEAN_OF, TRAIN
+from trak_core.settings import TRAIN
 from trak_core.study.dataset_split import users_code
 from trak_core.study.read_targets import read_questions
 from trak_core.study.study import Study
@@ -24,7 +24,7 @@ from trak_core.study.study import Study
 RESERVED = frozenset({
     *("id", "index", "label", "prediction", "output", "output_sd", "loss_weight", "improves"),
     *("help", "harm", "harmed_label", "self_influence", "rank", "score", "target_id", "train_id"),
-    *("sign", "target_text", "target_output", "described_text", MEAN_OF),
+    *("sign", "target_text", "target_output", "described_text"),
 })
 _MOST_BYTES = 255
 

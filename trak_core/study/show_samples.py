@@ -51,12 +51,6 @@ class Picture:
         return f"data:image/{self.kind};base64,{base64.b64encode(self.data).decode()}"
 
 
-class Words(str):
-    """A text that is shown in place of a sample, for example for a mean of several targets."""
-
-    __slots__ = ()
-
-
 def are_drawn(study: Study, train: Split) -> bool:
     """Return whether the study has ``draw``, or the first training sample is an image."""
     return study.has("draw") or _image(train.sample(0)) is not None
@@ -70,8 +64,6 @@ def show_sample(
     A picture contains the text, too. The text has at most ``characters`` characters. ``draws`` is
     the result of ``are_drawn``.
     """
-    if isinstance(sample, Words):
-        return str(sample)
     describes = study.has("describe")
     text = readable(study.describe(sample_id, sample), characters) if describes else ""
     if draws and text in study.class_names():
@@ -112,10 +104,7 @@ def table_as_html(table: pd.DataFrame) -> str:
 
 def short_text(study: Study, sample_id: Any, sample: Any) -> str:
     """Return a sample's text, or its printed values, shortened and in one line."""
-    text = sample
-    if not isinstance(sample, Words):
-        describes = study.has("describe")
-        text = study.describe(sample_id, sample) if describes else printed(sample)
+    text = study.describe(sample_id, sample) if study.has("describe") else printed(sample)
     return " ".join(readable(text, SHORTENED).split())
 
 
@@ -220,7 +209,7 @@ def _inputs(sample: Sequence[Any] | Mapping[str, Any]) -> list[tuple[str, Any]]:
 def contents_digest(sample: Any) -> bytes:
     """Return a hash of a sample's inputs. The label is not included."""
     digest = hashlib.blake2b(digest_size=16)
-    for name, value in [("", sample)] if isinstance(sample, Words) else _inputs(sample):
+    for name, value in _inputs(sample):
         array = np.ascontiguousarray(_array(value))
         about = f"{name}\0{array.dtype}\0{array.shape}\0"
         is_plain = array.dtype.kind != "O"

@@ -89,8 +89,6 @@ use rule stage as compute_scores with:
         "<results>/logs/compute_scores/{experiment}/{checkpoint}.log",
     benchmark:
         "<results>/benchmarks/compute_scores/{experiment}/{checkpoint}.tsv"
-    wildcard_constraints:
-        experiment=any_of(specs.experiments),
     priority: scores_first
     # With more threads, OpenBLAS's Cholesky factorization crashes for a proj_dim of 16,384 or more.
     threads: 1

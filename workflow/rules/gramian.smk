@@ -30,8 +30,6 @@ use rule stage as compute_exact_scores with:
         "<results>/logs/compute_exact_scores/{experiment}/{checkpoint}.log",
     benchmark:
         "<results>/benchmarks/compute_exact_scores/{experiment}/{checkpoint}.tsv"
-    wildcard_constraints:
-        experiment=any_of(specs.experiments),
     priority: scores_first
     # With more threads, OpenBLAS's Cholesky factorization crashes for 16,384 or more samples.
     threads: 1

@@ -1,9 +1,9 @@
 use rule stage as write_report with:
     input:
         # The report links to the pages of answers and lists.
-        expand("<results>/answers/{experiment}.html", experiment=specs.scored),
+        expand("<results>/answers/{experiment}.html", experiment=specs.experiments),
         expand("<results>/lists/{kind}.html", kind=specs.lists),
-        scores=expand("<results>/scores/{experiment}.h5", experiment=specs.scored),
+        scores=expand("<results>/scores/{experiment}.h5", experiment=specs.experiments),
         normal_matrices=(
             of_checkpoints("normal_matrix/{c}.h5") if specs.is_projected else []
         ),
@@ -29,7 +29,7 @@ if measured_files:
     # This report does not wait for the evaluation, because retraining models takes a long time.
     use rule write_report as write_report_first with:
         input:
-            expand("<results>/answers/{experiment}.html", experiment=specs.scored),
+            expand("<results>/answers/{experiment}.html", experiment=specs.experiments),
             scores=rules.write_report.input.scores,
             normal_matrices=rules.write_report.input.normal_matrices,
             groups=group_files,

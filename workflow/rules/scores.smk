@@ -18,33 +18,8 @@ use rule stage as average_scores with:
         output_words=specs.output_words,
         study_file=config["study"] if specs.has_columns else None,
         question=question,
-        mean_of=lambda w: specs.mean_of(w.experiment),
     message:
         "Averaging scores of experiment {wildcards.experiment} over checkpoints"
-
-
-if specs.means:
-
-    use rule stage as average_targets with:
-        input:
-            members=lambda w: [
-                f"{folder}/scores/{e}/{w.checkpoint}.h5"
-                for e in specs.means[w.experiment]
-            ],
-        output:
-            scores="<results>/scores/{experiment}/{checkpoint}.h5",
-        log:
-            "<results>/logs/average_targets/{experiment}/{checkpoint}.log",
-        benchmark:
-            "<results>/benchmarks/average_targets/{experiment}/{checkpoint}.tsv"
-        wildcard_constraints:
-            experiment=any_of(specs.means),
-        priority: scores_first
-        params:
-            code=code_of("average_targets"),
-            spec=checkpoint_scores_spec,
-        message:
-            "Averaging targets for {wildcards.experiment} under checkpoint {wildcards.checkpoint}"
 
 
 use rule model_stage as compute_token_scores with:
@@ -75,9 +50,9 @@ use rule stage as draw_influences with:
     input:
         scores="<results>/scores/{experiment}.h5",
         self_influence=known_self_influence,
-        token_scores=lambda w: (
-            [f"{folder}/token_scores/{w.experiment}.h5"]
-            if config["answers"]["tokens"] and w.experiment in specs.experiments
+        token_scores=(
+            ["<results>/token_scores/{experiment}.h5"]
+            if config["answers"]["tokens"]
             else []
         ),
     output:

@@ -14,7 +14,7 @@ pathvars:
 
 wildcard_constraints:
     checkpoint=any_of(specs.checkpoints),
-    experiment=any_of(specs.scored),
+    experiment=any_of(specs.experiments),
     split=any_of(specs.shards),
 
 
@@ -75,7 +75,9 @@ train_features = (
 
 
 # The files that a config can request in addition to scores.
-group_files = [f"{folder}/groups/{e}.h5" for e in specs.scored if "groups" in config]
+group_files = [
+    f"{folder}/groups/{e}.h5" for e in specs.experiments if "groups" in config
+]
 evaluation_files = [f"{folder}/evaluation/{e}.h5" for e in specs.measured]
 removals_files = [f"{folder}/removals/{name}.h5" for name in specs.removals]
 self_influence_files = [f"{folder}/self_influence.h5"] * bool(
