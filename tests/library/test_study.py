@@ -10,9 +10,11 @@ from unicodedata import normalize
 import numpy as np
 import pytest
 import torch
+from pipeline import features_spec
 from refused import refused
 
 from trak_core.attribution.fitted_attributor import Setup
+from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.queries.open_run import OpenRun
 from trak_core.study.dataset_split import Split, with_label
 from trak_core.study.study import Study
@@ -83,6 +85,35 @@ def test_a_model_over_several_devices_is_refused(tmp_path):
     )
     with refused("study.device_map", "cpu, disk"):
         Study.load(path).make_model()
+
+
+SPLIT = """
+import torch
+from torch.utils.data import random_split
+
+
+def make_model():
+    return torch.nn.Linear(2, 3)
+
+
+def train_data():
+    train, _ = random_split([(torch.full((2,), float(i)), 0) for i in range(90)], [50, 40])
+    return train
+"""
+
+
+def test_data_that_are_split_at_random_do_not_depend_on_the_model(tmp_path):
+    """Jobs that show samples build no model."""
+    (tmp_path / "study.py").write_text(SPLIT)
+    study = Study.load(tmp_path / "study.py")
+    torch.save(study.make_model().state_dict(), tmp_path / "c0.pt")
+    torch.manual_seed(0)
+    expected, _ = study.split("train", None).batch(0, 50)
+    torch.manual_seed(0)
+    spec = features_spec("image_classification", 32)
+    LoadedModel.of_study(study, tmp_path / "c0.pt", spec, torch.device("cpu"))
+    found, _ = study.split("train", None).batch(0, 50)
+    assert torch.equal(found, expected)
 
 
 def test_a_study_that_changes_the_working_folder_is_refused(tmp_path):

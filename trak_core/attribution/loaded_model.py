@@ -40,12 +40,7 @@ from trak_core.runtime.job import release_freed_memory
 from trak_core.runtime.progress import print_line
 from trak_core.settings import TRAIN, FeaturesSpec
 from trak_core.study.dataset_split import Split
-from trak_core.study.load_checkpoint import (
-    load_checkpoint,
-    load_state_dict,
-    model_to_load,
-    state_dict_sha256,
-)
+from trak_core.study.load_checkpoint import load_checkpoint, load_state_dict, state_dict_sha256
 from trak_core.study.optimizer_state import adam_scales
 from trak_core.study.study import Study
 
@@ -115,7 +110,10 @@ class LoadedModel:
         If ``output`` is None, the function ``model_output`` is called with ``pairs`` and ``study``
         to find the model output that ``spec`` names.
         """
-        model = model_to_load(make_model, weights) if isinstance(weights, Path) else make_model()
+        # A study's data may depend on torch's random state. They must not depend on the number of
+        # random draws in make_model(), because jobs that show samples build no model.
+        with torch.random.fork_rng(devices=[]):
+            model = make_model()
         # The model is moved before the weights are read. Otherwise there would be two copies.
         model.to(device)
         if isinstance(weights, Path):

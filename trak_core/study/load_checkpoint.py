@@ -1,7 +1,7 @@
 """Read the weights of a checkpoint, and load them into a model."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +13,6 @@ from trak_core.runtime.progress import print_line
 from trak_core.settings import ADAPTER_CONFIG
 from trak_core.study.hugging_face_weights import Adapter, config_notice
 from trak_core.study.match_state_dict import Fit, in_words, match_state_dict, misfits_of
-from trak_core.study.skip_init import built_without_draws
 from trak_core.study.weight_files import (
     WRAPPERS,
     is_state_dict,
@@ -194,20 +193,6 @@ def _check_tied(
             "were tied in training, and no others.",
             code="study.checkpoint_tied",
         )
-
-
-def model_to_load(make_model: Callable[[], nn.Module], checkpoint: Path) -> nn.Module:
-    """Return a model from ``make_model`` into which a checkpoint's weights can be loaded.
-
-    Weights that the checkpoint replaces are not initialized, unless other values depend on them.
-    """
-    # Initialization cannot be skipped if loading may leave some weights unchanged. An adapter
-    # contains only a few weights, and a user-defined loading method may skip some.
-    if not (checkpoint / ADAPTER_CONFIG).is_file():
-        model = built_without_draws(make_model)
-        if model is not None and _loads_plainly(model):
-            return model
-    return make_model()
 
 
 def load_checkpoint(model: nn.Module, checkpoint: Path, part: str | None = None) -> dict[str, str]:
