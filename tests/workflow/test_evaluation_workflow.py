@@ -103,7 +103,7 @@ def test_a_users_ground_truth_takes_the_place_of_retraining(study):
 
 def test_a_study_whose_training_takes_no_data(study):
     path = study.path("small_digits.py")
-    path.write_text(path.read_text().replace("data=None, sample_weights=None", "part=None"))
+    path.write_text(path.read_text().replace("data=None", "part=None"))
     with refused("config.preflight", "train(seed, steps, part=None)", "`data`", "'data'"):
         check(study, yaml.safe_dump(study.config).encode())
 
