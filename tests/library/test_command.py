@@ -129,20 +129,3 @@ def test_jobs_on_this_machine_are_forks_with_the_imports_of_the_study(here, call
         elsewhere.setenv("SNAKEMAKE_PROFILE", "slurm")
         run("mine.yaml", [])
         assert "--executor=forks" not in called[-1]
-
-
-def test_ctrl_c_before_snakemake_reads_the_workflow_is_one_line(tmp_path):
-    (tmp_path / "mine.yaml").touch()
-    command = [sys.executable, "-m", "trak_core.command.main", "run", "mine.yaml"]
-    starting = subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    assert starting.stderr is not None
-    assert starting.stderr.readline().startswith("snakemake ")  # then it becomes Snakemake
-    starting.send_signal(signal.SIGINT)
-    said = starting.communicate(timeout=60)[1]
-    assert (starting.returncode, said) == (130, "\nStopped by Ctrl-C before any job began.\n")

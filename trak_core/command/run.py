@@ -4,7 +4,6 @@ import ast
 import os
 import re
 import shlex
-import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,12 +21,10 @@ _PACKAGE = Path(__file__).parents[1]
 # Options of Snakemake that limit how many jobs run at the same time.
 _SET_LIMIT = ("-c", "--cores", "-j", "--jobs", "--profile")
 _PROFILES = ("local", "slurm", "slurm-gpu")
-# This code replaces `python -m snakemake`. With it, Ctrl-C during the imports, which take a second,
-# prints no traceback. Rarer garbage collection saves an eighth of the time to plan jobs.
+# This code replaces `python -m snakemake`. Rarer garbage collection saves an eighth of the time to
+# plan jobs, and none at exit half a second.
 _SNAKEMAKE = """
 import atexit, gc, sys
-from trak_core.runtime.job import stop_before_jobs
-stop_before_jobs()
 atexit.register(gc.freeze)
 gc.set_threshold(100_000, 50, 100)
 from snakemake.cli import main
@@ -176,12 +173,7 @@ def run(config: str, arguments: Sequence[str]) -> None:
     command = snakemake_command(config, [*arguments, *(forks if preload else [])])
     print(shlex.join(command), file=sys.stderr, flush=True)
     export_library_path()
-    # Ctrl-C is blocked until the new Python process can handle it.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        # With -P, modules in the working folder do not shadow installed modules.
-        code = _SNAKEMAKE + (_CALL_WITH_BRIEF_LOG if is_here else _CALL)
-        # ruff: ignore[start-process-with-no-shell] -- this Python, with separate arguments
-        os.execv(sys.executable, [sys.executable, "-P", "-c", code, *command[1:]])
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    # With -P, modules in the working folder do not shadow installed modules.
+    code = _SNAKEMAKE + (_CALL_WITH_BRIEF_LOG if is_here else _CALL)
+    # ruff: ignore[start-process-with-no-shell] -- this Python, with separate arguments
+    os.execv(sys.executable, [sys.executable, "-P", "-c", code, *command[1:]])

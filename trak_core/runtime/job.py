@@ -108,19 +108,6 @@ def stop_cleanly() -> None:
         signal.signal(number, _stop)
 
 
-def _end_before_jobs(_number: int, _frame: FrameType | None) -> None:
-    os.write(2, b"\nStopped by Ctrl-C before any job began.\n")
-    os._exit(128 + signal.SIGINT)
-
-
-def stop_before_jobs() -> None:
-    """Make Ctrl-C end this process with a one-line message until jobs can start."""
-    if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_DFL):
-        signal.signal(signal.SIGINT, _end_before_jobs)
-    if os.name == "posix":  # A SIGINT that was blocked until now is delivered.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-
-
 def explain_interrupts(results: str, *, is_main: bool) -> None:
     """Make Ctrl-C end Snakemake with a message about finished files instead of tracebacks.
 
@@ -129,8 +116,7 @@ def explain_interrupts(results: str, *, is_main: bool) -> None:
     the case in the Snakemake process that the user started.
     """
     is_main_thread = threading.current_thread() is threading.main_thread()
-    replaced = (signal.default_int_handler, _end_before_jobs)
-    if not is_main_thread or signal.getsignal(signal.SIGINT) not in replaced:
+    if not is_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return
     goodbye = (
         f"Stopped by Ctrl-C. Finished files are kept in {results}, and unfinished files were "
