@@ -21,9 +21,7 @@ def test_everything_goes_to_the_log(tmp_path):
     result = run("import os; print('python'); os.system('echo child; echo error >&2')", log)
     assert result.returncode == 0
     assert result.stdout == result.stderr == ""
-    *said, last = log.read_text().splitlines()
-    assert sorted(said) == ["child", "error", "python"]
-    assert re.fullmatch(r"peak memory: [1-9]\d* MiB", last)
+    assert sorted(log.read_text().splitlines()) == ["child", "error", "python"]
 
 
 def test_an_input_error_is_one_message_and_a_defect_keeps_its_traceback(tmp_path):

@@ -137,9 +137,6 @@ def explain_interrupts(results: str, *, is_main: bool) -> None:
     signal.signal(signal.SIGINT, end)
 
 
-# The last line of a job's log begins with these words, and states the peak of memory. Snakemake
-# measures memory only at intervals, and can miss the peak.
-PEAK = "peak memory: "
 _MORE_MEMORY = (
     "Lower compute.memory_mb, which limits the size of arrays, or compute.batch_size. Or give the "
     "job more memory. A job needs compute.memory_mb, plus 1500 MiB for torch and the study's data, "
@@ -173,21 +170,12 @@ def _write_error(message: str, terminal: int) -> None:
                 return
 
 
-def _peak_mib() -> float | None:
-    """Return the peak resident memory of this process in MiB, or None if it is unknown."""
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-        (line,) = (line for line in lines if line.startswith("VmHWM:"))
-        return int(line.split()[1]) / 1024
-    return None
-
-
 @contextmanager
 def logged_to(path: str) -> Generator[None, None, None]:
     """Redirect standard output and error, including those of C libraries, to a job's log file.
 
     On SIGTERM or Ctrl-C, the job ends, its unfinished files are deleted, and a message is written
-    to the log. If the job succeeds, the last line of the log states its peak memory.
+    to the log.
 
     Raises:
         SystemExit: In place of an ``InputError``, or of an error for a full disk or too little
@@ -202,8 +190,7 @@ def logged_to(path: str) -> Generator[None, None, None]:
     keep_freed_memory()
     try:
         yield
-        if (peak := _peak_mib()) is not None:
-            print(f"{PEAK}{peak:.0f} MiB", flush=True)
+        sys.stdout.flush()  # A full disk of the log raises an error here, which is explained below.
     except Exception as error:
         message = _explained(error)
         if message is None:
