@@ -107,13 +107,13 @@ def check_finite(
     first ``o`` samples in ``ids``.
     """
     bad = ~np.isfinite(products)
-    rows, columns = bad.all(axis=1), bad.all(axis=0)
-    columns[: len(outputs)] |= ~outputs.isfinite().cpu().numpy()
+    rows, columns = (np.flatnonzero(bad.all(axis=axis)).tolist() for axis in (1, 0))
+    columns += (~outputs.isfinite()).nonzero().flatten().tolist()
     # A gradient that isn't finite spoils a whole row or column. Otherwise, gradients are finite,
     # but some inner products overflow.
-    if not (rows.any() or columns.any()):
-        rows = bad.any(axis=1)
-    bad_ids = [row_ids[i] for i in np.flatnonzero(rows)] + [ids[i] for i in np.flatnonzero(columns)]
+    if not (rows or columns):
+        rows = np.flatnonzero(bad.any(axis=1)).tolist()
+    bad_ids = [row_ids[i] for i in rows] + [ids[i] for i in columns]
     if bad_ids:
         raise InputError(
             "Model outputs and inner products of gradients must be finite. Found NaN or infinity "
