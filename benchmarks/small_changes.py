@@ -28,20 +28,20 @@ import torch
 from shared import environment, write_csv
 
 from trak_core.artifacts import FEATURES, open_artifact
+from trak_core.attribution.sample_outputs import outputs_and_predictions
 from trak_core.config.scoring_settings import usual_power, usual_weighting
 from trak_core.evaluation.intervals import interval
 from trak_core.evaluation.lds import GroundTruth, bootstrap, rank_correlations
 from trak_core.evaluation.subset_sums import CheckpointRows, average_weights, setting_sums
 from trak_core.model_outputs.about_outputs import about_output
-from trak_core.settings import Combine, FeaturesSpec, RetrainedSpec, Setting, curvature_power
+from trak_core.settings import Combine, FeaturesSpec, Setting, curvature_power, subset_size
 from trak_core.stages.compute_features import compute_features
-from trak_core.stages.evaluate_scores import read_ground_truth
-from trak_core.stages.retrain import retrain
 from trak_core.stages.train_checkpoint import train_checkpoint
-from trak_core.study.study import Study
+from trak_core.study.retraining_draws import random_subset
+from trak_core.study.study import Study, trained_model
 
 _STUDIES = Path(__file__).parent / "studies"
-_RUNS, _K, _SEEDS, _GROUP = 5, 512, 2, 10
+_RUNS, _K, _SEEDS = 5, 512, 2
 _DAMPINGS = 0.1, 0.3, 1, 2, 5, 10
 _FRACTIONS = 0.5, 0.9, 0.99
 
@@ -65,7 +65,6 @@ class Case:
 
 _IMAGES = "image_classification"
 CASES = {
-    "digits": Case(_STUDIES.parents[1] / "config/digits.py", _IMAGES, 15, 30),
     "digits_mlp": Case(_STUDIES / "digits_mlp.py", _IMAGES, 15, 60),
     "digits_mlp_long": Case(_STUDIES / "digits_mlp.py", _IMAGES, 60, 60),
     "breast_cancer": Case(_STUDIES / "breast_cancer.py", _IMAGES, 15, 60),
@@ -106,9 +105,9 @@ class Measured:
     ) -> None:
         """Train ``runs`` networks that the folder lacks; ``only`` lists choices of checkpoints."""
         self.case, self.folder, self.runs, self.draws = case, folder, runs, draws
-        study = Study.load(case.path)
-        self.targets = study.split("target_data", None).ids[: case.n_targets]
-        self.train_ids = study.split("train", None).ids
+        self.study = Study.load(case.path)
+        self.train, self.pool = (self.study.split(key, None) for key in ("train", "target_data"))
+        self.targets = self.pool.ids[: case.n_targets]
         self.choices = {k: v for k, v in self._choices().items() if k in only or not only}
         self.checkpoints = sorted({one for _, chosen in self.choices.values() for one in chosen})
         for run in range(runs):
@@ -163,31 +162,20 @@ class Measured:
 
     def truth(self, fraction: float) -> GroundTruth:
         """Return subsets with a fraction of the samples, and outputs of models trained on them."""
-        spec = RetrainedSpec(
-            subsets="random",
-            arguments={"epochs": self.case.epochs},
-            model_output=self.case.model_output,
-            study_digest="",
-            seeds=_SEEDS,
-            seed=0,
-            fraction=fraction,
-            run_seeds=list(range(_SEEDS)),
-        )
-        paths = []
-        for first in range(0, self.case.subsets, _GROUP):
-            paths.append(self.folder / f"{fraction}-{first}.h5")
-            if not paths[-1].exists():
-                retrain(
-                    retrained=paths[-1],
-                    study_file=self.case.path,
-                    spec=spec,
-                    first=first,
-                    last=min(first + _GROUP, self.case.subsets) - 1,
-                    code="",
-                    batch_size=400,
-                    threads=1,
-                )
-        return read_ground_truth(paths, list(self.train_ids), list(self.targets), spec)
+        n, output = len(self.train.ids), self.case.model_output
+        size = subset_size(n, fraction)
+        masks = np.stack([random_subset(n, size, i, 0) for i in range(self.case.subsets)])
+        outputs = np.empty((_SEEDS, len(masks), len(self.targets)))
+        for seed, i in product(range(_SEEDS), range(len(masks))):
+            path = self.folder / f"{fraction}-{i}-{seed}.npy"
+            if not path.exists():
+                weights = torch.tensor(masks[i], dtype=torch.float32)
+                arguments = {"epochs": self.case.epochs, "seed": seed, "sample_weights": weights}
+                model = trained_model(self.study, arguments)
+                given = model, output, self.train, self.pool, 400, self.study
+                np.save(path, outputs_and_predictions(*given)[0])
+            outputs[seed, i] = np.load(path)[: len(self.targets)]
+        return GroundTruth(masks.astype(float), outputs, [])
 
     def _choices(self) -> dict[str, tuple[bool, Chosen]]:
         """Return choices of checkpoints, and whether they include early ones."""

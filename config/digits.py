@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from sklearn.datasets import load_digits
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, StackDataset, TensorDataset
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 _N_TRAIN = 1200
 # A fixed permutation, because the scans of each writer are in one block.
@@ -58,14 +58,10 @@ def make_model() -> nn.Module:
     )
 
 
-def train(
-    seed: int, epochs: int, data: Dataset | None = None, sample_weights: Tensor | None = None
-) -> Iterator[tuple[int, nn.Module]]:
+def train(seed: int, epochs: int, data: Dataset | None = None) -> Iterator[tuple[int, nn.Module]]:
     """Train from scratch on ``data``, or all samples, and yield the model after every epoch.
 
-    ``seed`` determines the initial weights and the order of samples. Each sample's loss is
-    multiplied by its weight, by default 1. Samples with weight 0 have no effect, and nothing else
-    changes.
+    ``seed`` determines the initial weights and the order of samples.
 
     Yields:
         The number of epochs, and the model, which further epochs change.
@@ -74,14 +70,10 @@ def train(
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=1e-2)
     samples = train_data() if data is None else data
-    if sample_weights is None:
-        sample_weights = torch.ones(len(samples))  # pyright: ignore[reportArgumentType]
-    weighted = StackDataset(samples, TensorDataset(sample_weights))
-    loader = DataLoader(weighted, batch_size=50, shuffle=True)
+    loader = DataLoader(samples, batch_size=50, shuffle=True)
     for epoch in range(1, epochs + 1):
-        for (images, labels), (weights,) in loader:
-            losses = nn.functional.cross_entropy(model(images), labels, reduction="none")
-            loss = (losses * weights).mean()
+        for images, labels in loader:
+            loss = nn.functional.cross_entropy(model(images), labels)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

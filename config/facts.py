@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, StackDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
 LENGTH = 24
@@ -194,13 +194,10 @@ def make_model() -> nn.Module:
     return model
 
 
-def train(
-    seed: int, epochs: int, data: Any = None, sample_weights: Tensor | None = None
-) -> Iterator[tuple[int, nn.Module]]:
+def train(seed: int, epochs: int, data: Any = None) -> Iterator[tuple[int, nn.Module]]:
     """Train from scratch on ``data``, or all texts, and yield the model after every epoch.
 
-    ``seed`` determines the initial weights and the order of texts. Each text's loss is multiplied
-    by its weight, by default 1. Texts with weight 0 have no effect, and nothing else changes.
+    ``seed`` determines the initial weights and the order of texts.
 
     Yields:
         The number of epochs, and the model, which further epochs change.
@@ -209,16 +206,13 @@ def train(
     model = make_model().train()
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3, weight_decay=0.05)
     texts = train_data() if data is None else data
-    weights = torch.ones(len(texts)) if sample_weights is None else sample_weights
-    loader = DataLoader(StackDataset(texts, TensorDataset(weights)), batch_size=16, shuffle=True)
+    loader = DataLoader(texts, batch_size=16, shuffle=True)
     for epoch in range(1, epochs + 1):
         loss = torch.tensor(0.0)
-        for batch, (weights_of_batch,) in loader:
+        for batch in loader:
             words = nn.functional.pad(batch.pop("labels"), (0, 1), value=-100)[:, 1:]
             logits = model(**batch).logits.flatten(0, 1)
-            losses = nn.functional.cross_entropy(logits, words.flatten(), reduction="none")
-            each = losses * weights_of_batch.repeat_interleave(LENGTH)
-            loss = each.sum() / (words != -100).sum()
+            loss = nn.functional.cross_entropy(logits, words.flatten())
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

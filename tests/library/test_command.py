@@ -115,47 +115,17 @@ def test_the_brief_log_is_used_on_this_machine_only(here, called):
     assert not any("--logger=trak" in words[4:] for words in called)
 
 
-def test_imports_of_jobs_start_before_snakemake_if_there_are_jobs(here, called, monkeypatch):
+def test_jobs_on_this_machine_are_forks_with_the_imports_of_the_study(here, called, monkeypatch):
     monkeypatch.setattr("trak_core.command.run._can_fork", lambda: True)
-    config, record = here / "mine.yaml", here / "made" / "config.json"
-
-    def begins(*words):
-        """Return whether imports start at once, which needs jobs that are forks."""
-        run("mine.yaml", words)
-        is_early = "start()" in called[-1][3]
-        assert not is_early or "--executor=forks" in called[-1]
-        return is_early
-
-    config.write_text("{results: made, study: mine.py}")
+    (here / "mine.yaml").write_text("{results: made, study: mine.py}")
     (here / "mine.py").write_text("import xml.dom")
-    assert begins("scores")
+    run("mine.yaml", ["scores"])
+    assert {"--executor=forks", "--forks-late"} <= set(called[-1])
     assert called[-1][-3] == "--forks-preload=trak_core.runtime.job:import_stages(),xml.dom"
-    record.parent.mkdir()
-    record.touch()
-    assert not begins()
-    assert "--executor=forks" in called[-1]
-    os.utime(record, (1, 1))
-    assert begins()
     for words in (["--profile=slurm"], ["--executor", "slurm"]):
-        assert not begins(*words)
+        run("mine.yaml", words)
         assert "--executor=forks" not in called[-1]
     with monkeypatch.context() as elsewhere:
         elsewhere.setenv("SNAKEMAKE_PROFILE", "slurm")
-        assert not begins()
-
-
-def test_ctrl_c_before_snakemake_reads_the_workflow_is_one_line(tmp_path):
-    (tmp_path / "mine.yaml").touch()
-    command = [sys.executable, "-m", "trak_core.command.main", "run", "mine.yaml"]
-    starting = subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    assert starting.stderr is not None
-    assert starting.stderr.readline().startswith("snakemake ")  # then it becomes Snakemake
-    starting.send_signal(signal.SIGINT)
-    said = starting.communicate(timeout=60)[1]
-    assert (starting.returncode, said) == (130, "\nStopped by Ctrl-C before any job began.\n")
+        run("mine.yaml", [])
+        assert "--executor=forks" not in called[-1]

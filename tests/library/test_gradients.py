@@ -10,13 +10,12 @@ from architectures import Net
 from refused import refused
 from torch import nn
 
-from trak_core.gradients import PerSample, as_batch, formed_gradients, gradient_method, model_inputs
+from trak_core.gradients import as_batch, formed_gradients, gradient_method, model_inputs
 from trak_core.gradients.batch_size import sample_memory
 from trak_core.gradients.check_gradients import (
-    check_finite,
     check_samples_apart,
     count_classes,
-    refuse_not_finite,
+    explain_not_finite,
 )
 from trak_core.gradients.choose_method import choose_method
 from trak_core.gradients.differentiable_model import n_params, select_parameters
@@ -275,9 +274,9 @@ def test_bad_values_are_left_for_the_check_of_gradients():
     model, batch = nn.Linear(4, 3), classified(torch.randn(3, 4))
     batch[0][0, 0] = torch.nan
     check_samples_apart(model, CLASSIFICATION, batch)
-    result = formed(chosen(model, batch), model, batch)
+    parameters = select_parameters(model, None)
     with refused("gradients.not_finite", "samples 0", "in the model output itself, weight, bias"):
-        check_finite(result, range(3))
+        explain_not_finite(model, parameters, CLASSIFICATION, batch, range(3))
 
 
 def test_a_model_output_without_a_graph_is_refused():
@@ -304,15 +303,20 @@ def test_parameters_without_entries():
         result = formed(method, model, batch)
         assert result.gradients["none"].shape == (4, 2, 0)
         assert result.gradients["weight"].any()
-        check_finite(result, range(4))
 
 
 def test_what_is_not_finite_is_named():
-    gradients = {"a": torch.zeros(3, 2), "b": torch.zeros(3, 2, 2)}
-    good = PerSample(gradients, *[torch.zeros(3)] * 4)
-    check_finite(good, ["x", "y", "z"])
-    gradients["b"][1, 0, 1], good.outputs[2] = torch.inf, torch.nan
-    with refused("gradients.not_finite", "samples y, z", "in the model output itself, b"):
-        check_finite(good, ["x", "y", "z"])
-    with refused("gradients.values_not_finite", "Outputs", "samples x, y"):
-        refuse_not_finite(["x", "y"], "Outputs")
+    parts = {name: lambda: nn.Parameter(torch.zeros(())) for name in "ab"}
+    net = Net(lambda m, x: torch.stack([m.a * x, (m.b + x).sqrt(), 0 * x], dim=-1), parts)
+    labels, parameters = torch.tensor([0, 0, 0]), dict(net.named_parameters())
+    for x, ids, names in (
+        ([1.0, 2.0, 3.0], "", ""),
+        ([1.0, 0.0, 3.0], "y", "b"),
+        ([1.0, 0.0, torch.nan], "y, z", "the model output itself, a, b"),
+    ):
+        given = net, parameters, CLASSIFICATION, (torch.tensor(x), labels), ["x", "y", "z"]
+        if not ids:
+            explain_not_finite(*given)
+            continue
+        with refused("gradients.not_finite", f"samples {ids} in {names}"):
+            explain_not_finite(*given)

@@ -21,9 +21,7 @@ def test_everything_goes_to_the_log(tmp_path):
     result = run("import os; print('python'); os.system('echo child; echo error >&2')", log)
     assert result.returncode == 0
     assert result.stdout == result.stderr == ""
-    *said, last = log.read_text().splitlines()
-    assert sorted(said) == ["child", "error", "python"]
-    assert re.fullmatch(r"peak memory: [1-9]\d* MiB", last)
+    assert sorted(log.read_text().splitlines()) == ["child", "error", "python"]
 
 
 def test_an_input_error_is_one_message_and_a_defect_keeps_its_traceback(tmp_path):
@@ -69,37 +67,6 @@ def test_a_job_that_is_told_to_stop_says_so_and_leaves_nothing_half_written(wher
     (line,) = (tmp_path / "a.log").read_text().splitlines()
     assert line.startswith("Error: the job was stopped by SIGTERM, which")
     assert {path.name for path in tmp_path.iterdir()} == {"a.log"}
-
-
-INTERRUPTED = """
-import os, signal, threading, time
-from concurrent.futures import ThreadPoolExecutor
-from trak_core.runtime.job import explain_interrupts
-
-signal.signal(signal.SIGINT, signal.default_int_handler)
-explain_interrupts("results", is_main=True)
-interrupt = lambda: os.kill(os.getpid(), signal.SIGINT)
-jobs = ThreadPoolExecutor()
-for _ in range(2):
-    jobs.submit(time.sleep, 60)
-try:
-    interrupt()
-    time.sleep(60)
-except SystemExit:
-    threading.Timer(0.5, interrupt).start()
-    WAIT
-"""
-
-
-@pytest.mark.parametrize("wait", ["jobs.shutdown()", "pass  # Python waits when it exits."])
-def test_another_ctrl_c_does_not_wait_for_jobs(wait):
-    """Snakemake waits for two threads, as it does for two jobs."""
-    code = INTERRUPTED.replace("WAIT", wait)
-    ended = run_python(code, timeout=40, check=False)
-    assert ended.returncode == 130
-    stopping, kept = ended.stderr.split("\n", 1)[1].splitlines()
-    assert stopping.startswith("Stopping after Ctrl-C")
-    assert kept.startswith("Stopped by Ctrl-C. Finished files are kept in results")
 
 
 @pytest.mark.parametrize(("n", "size"), [(1, 1), (10, 3), (9, 3), (5, 100)])

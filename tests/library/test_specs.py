@@ -39,7 +39,7 @@ CONFIG = {
     "compute": {"shards": 3, "memory_mb": 1000, "device": "cpu", "precision": "highest"},
 }
 EVALUATION = {
-    "subsets": {"count": 60, "seeds": 2, "seed": 7, "fraction": 0.5, "same_seeds": False},
+    "subsets": {"count": 60, "seeds": 2, "seed": 7, "fraction": 0.5},
     "baselines": ["random"],
     "sweep": {"damping": [0.5], "loss_weight_power": [1], "proj_dim": [16]},
     "removals": {"experiment": "few", "targets": 2, "n_removed": [4], "baselines": []},
@@ -217,7 +217,6 @@ RETRAINED = {"random_subsets", "random", "top"}
         ({"evaluation__subsets__seeds": 3}, {"random_subsets"}),
         ({"evaluation__subsets__count": 9}, set()),
         ({"evaluation__subsets__fraction": 0.9}, {"random_subsets"}),
-        ({"evaluation__subsets__same_seeds": True}, {"random_subsets"}),
         ({"evaluation__removals__n_removed": [4, 8]}, {"random", "top"}),
     ],
 )
@@ -334,7 +333,6 @@ def test_jobs_of_retraining(made):
     assert specs.removal_jobs == {"top": [of_scores], "random": [{}]}
     assert [*specs.removals] == ["few"]
     assert specs.random_subsets.seed == 7
-    assert specs.random_subsets.run_seeds is None
     assert specs.random_subsets == replace(specs.random_subsets, arguments={"steps": 5})
     removals = {"drop": {"seeds": 2}, "select": {"experiment": "one", "seeds": 2}}
     lists = {"drop": {"experiment": "few"}, "select": {"experiment": "few"}}
@@ -345,40 +343,6 @@ def test_jobs_of_retraining(made):
     assert specs.removal_jobs["drop"] == [drop | {"draw": draw} for draw in range(2)]
     assert specs.removal_jobs["select"][1]["fractions"] == [0.0125, 0.025, 0.05]
     assert specs.removals_spec("drop").subsets == "list"
-
-
-def test_the_very_training_is_that_of_the_first_runs(made):
-    same = EVALUATION | {"subsets": EVALUATION["subsets"] | {"same_seeds": True}}
-
-    def subsets(runs, **more):
-        return made(evaluation=same, checkpoints=runs, **more).random_subsets
-
-    # In the config's order, so that runs that are added at the end retrain nothing.
-    first = subsets({"z": {"seed": 5}, "a": {"seed": 3}})
-    assert (first.run_seeds, first.arguments) == ([5, 3], {"steps": 5})
-    assert subsets({"z": {"seed": 5}, "a": {"seed": 3}, "b": {"seed": 4}}) == first
-    assert subsets({f"run{i}": {"seed": i} for i in range(12)}).run_seeds == [0, 1]
-    along = {run: {"seed": seed, "at": [2, 5]} for run, seed in (("z", 5), ("a", 3))}
-    assert subsets(along) == first
-    # Runs' own arguments win over those that all share.
-    wide = {f"c{i}": {"seed": i, "width": 64} for i in range(2)}
-    found = subsets(wide, training={"seed": 7, "width": 32, "steps": 5})
-    assert (found.run_seeds, found.arguments) == ([0, 1], {"steps": 5, "width": 64})
-
-
-@pytest.mark.parametrize(
-    "runs",
-    [
-        {"c0": {"seed": 0}},
-        {"c0": {"seed": 0}, "c1": {"seed": 0}},
-        {"c0": {"seed": 0, "width": 64}, "c1": {"seed": 1, "width": 128}},
-    ],
-)
-def test_runs_that_arent_the_very_training_are_refused(made, runs):
-    same = EVALUATION | {"subsets": EVALUATION["subsets"] | {"same_seeds": True}}
-    found = {run: {"seed": given["seed"], "steps": 5} | given for run, given in runs.items()}
-    with refused("config.run_seeds", "2 runs", found):
-        made(evaluation=same, checkpoints=runs).random_subsets.as_dict()
 
 
 @pytest.mark.parametrize(

@@ -11,22 +11,10 @@ import torch
 from pipeline import read_scores
 from refusals import preflight
 from refused import refused
-from small_run import (
-    ARGUMENTS,
-    N_TARGETS,
-    PROJ_DIM,
-    REPEATS,
-    RETRAINED,
-    STUDY,
-    SUBSETS,
-    loss_weights,
-    margins,
-    stored,
-)
+from small_run import N_TARGETS, PROJ_DIM, REPEATS, RETRAINED, STUDY, SUBSETS, loss_weights, stored
 
 from trak_core.artifacts import ArtifactError
 from trak_core.evaluation.baselines import bm25_scores
-from trak_core.stages.retrain import retrain
 
 
 @pytest.fixture(scope="module")
@@ -66,37 +54,6 @@ def test_grouping_of_subsets_changes_no_byte(run, tmp_path):
     assert whole.equals(parts.loc[3:6])
 
 
-def test_retraining_with_the_seeds_of_runs_uses_sample_weights(run, tmp_path):
-    spec = replace(RETRAINED, fraction=0.9, run_seeds=[0, 2])
-    job = {"study_file": STUDY, "code": "code", "batch_size": 16, "threads": 1, "spec": spec}
-    path = tmp_path / "very.h5"
-    retrain(retrained=path, first=0, last=1, **job)
-    masks, outputs = (pd.read_hdf(path, key) for key in ("masks", "outputs"))
-    assert masks.sum(axis=1).tolist() == [135, 135]
-    everything = np.ones(150)
-    rows = [(subset, seed) for subset in range(2) for seed in (0, 2)]
-    for row, (subset, seed) in enumerate(rows):
-        weights = torch.tensor(masks.to_numpy()[subset]).float()
-        expected = margins(*run.trained_on(everything, seed, sample_weights=weights))
-        assert np.abs(outputs[run.targets].to_numpy()[row] - expected).max() < 1e-3
-    own = run.study.function("train")(
-        **ARGUMENTS, seed=0, sample_weights=torch.ones(150)
-    ).state_dict()
-    stored = torch.load(run.checkpoints["c0"], weights_only=True)
-    assert all(torch.equal(own[key], value) for key, value in stored.items())
-    # A `train` without weights, one that ignores them, and one that draws more numbers with them.
-    code, study = STUDY.read_text(), tmp_path / "changed.py"
-    study.write_text(code.replace("data=None, sample_weights=None", "data=None"))
-    with refused("study.no_sample_weights", "sample_weights"):
-        preflight(study, {}, retraining=ARGUMENTS, weighted=True)
-    more = "manual_seed(seed)\n    sample_weights is None or torch.rand(1)"
-    changes = ("losses * sample_weights", "losses"), ("manual_seed(seed)", more)
-    for change, observed in zip(changes, ("the same outputs", "weights of 1"), strict=True):
-        study.write_text(code.replace(*change))
-        with refused("study.sample_weights", observed):
-            retrain(retrained=path, first=0, last=0, **job | {"study_file": study})
-
-
 def test_lds_of_the_scores_is_scipys(run, evaluated):
     expected = run.lds(read_scores(run.scores))
     assert np.abs(of_method(evaluated, "scores", PROJ_DIM) - expected).max() < 1e-12
@@ -105,7 +62,6 @@ def test_lds_of_the_scores_is_scipys(run, evaluated):
     assert abs(row["lds"] - expected.mean()) < 1e-12
     with h5py.File(evaluated) as file:
         assert file.attrs["part_kept"] == run.truth()[0].mean()
-        assert file.attrs["same_seeds"] == 0
     assert (summary["low"] <= summary["lds"]).all()
     assert (summary["lds"] <= summary["high"]).all()
 

@@ -5,10 +5,11 @@ import pandas as pd
 import pytest
 import torch
 from pipeline import read_scores
+from refused import refused
 from trained_cases import assert_close
 
+from trak_core.attribution.inner_products import check_finite
 from trak_core.errors import InputError
-from trak_core.gradients import check_finite_gramian
 from trak_core.gradients.gradient_consumers import Formed
 
 
@@ -57,7 +58,13 @@ def test_a_gradient_that_is_not_finite_names_its_sample(index, ids, blamed):
     for row, column in index:
         values[row, column] = np.nan if blamed == "c" else np.inf
     with pytest.raises(InputError, match=rf"for the samples {blamed}\. "):
-        check_finite_gramian(values, list("abcd"), list(ids))
+        check_finite(values, list("abcd"), list(ids), torch.zeros(2))
+
+
+def test_a_model_output_that_is_not_finite_names_its_sample():
+    outputs = torch.tensor([1.0, torch.nan])
+    with refused("gradients.values_not_finite", "samples y"):
+        check_finite(np.ones((4, 3)), list("abcd"), list("xyz"), outputs)
 
 
 def test_memory_that_runs_out_halves_the_blocks(digits, tmp_path, monkeypatch, capsys):

@@ -204,7 +204,7 @@ def results_of(
     targets = pd.DataFrame([
         {"id": i, "output": float(i), "output_sd": sd} for i in range(n_targets)
     ])
-    fit = Fit("", right, 0.1, is_doubtful=right < 0.5)
+    fit = Fit("", is_doubtful=right < 0.5)
     attributes = {"saturated": saturated, "fit": fit, "n_trained_on": n_trained_on}
     experiment = file(spec, {"targets": targets}, n_train=100, **attributes)
     spectrum = {"smallest": smallest, "largest": 1e3, "mean_squared_norm": 1.0}

@@ -134,10 +134,10 @@ class Run:
         )
         return path
 
-    def trained_on(self, mask, seed, **more):
+    def trained_on(self, mask, seed):
         """Train on some samples by the study's function; return logits and labels of targets."""
         data = Subset(self.train.samples, np.flatnonzero(mask).tolist())
-        model = self.study.function("train")(**ARGUMENTS, seed=seed, data=data, **more).eval()
+        model = self.study.function("train")(**ARGUMENTS, seed=seed, data=data).eval()
         images, labels = self.study.split("mine", self.targets).batch(0, N_TARGETS)
         with torch.no_grad():
             return model(images), labels

@@ -66,6 +66,14 @@ REFUSALS = {
             at("experiments.mine.targets", [3.5]),
             *("experiments.mine.targets.0", "an integer or text", 3.5),
         ),
+        "a sweep without retrained models": (
+            at("evaluation.sweep", {}),
+            *("evaluation", "a mapping with subsets or ground_truth"),
+        ),
+        "experiments without retrained models": (
+            at("evaluation.experiments", ["mine"]),
+            *("evaluation", "a mapping with subsets or ground_truth"),
+        ),
         "several at once": (
             {"projection": {"seed": -1}, "model_output": "x"},
             *("projection.seed", "-1", re.compile(r"one of image_.*, loss"), "'x'"),
@@ -132,12 +140,6 @@ REFUSALS = {
         "an experiment called as the pool": (
             POOLED | experiment("pool") | {"lists": {"select": {"pool": "diabetes.py"}}},
             "Found pool",
-        )
-    },
-    "config.removals_fractions": {
-        "removals of more than is listed": (
-            removals(select={"fractions": [0.1]}) | {"lists": ["select"]},
-            *("0.05", "Found 0.1"),
         )
     },
     "config.where_alone": {

@@ -103,7 +103,7 @@ def test_a_users_ground_truth_takes_the_place_of_retraining(study):
 
 def test_a_study_whose_training_takes_no_data(study):
     path = study.path("small_digits.py")
-    path.write_text(path.read_text().replace("data=None, sample_weights=None", "part=None"))
+    path.write_text(path.read_text().replace("data=None", "part=None"))
     with refused("config.preflight", "train(seed, steps, part=None)", "`data`", "'data'"):
         check(study, yaml.safe_dump(study.config).encode())
 
@@ -111,14 +111,6 @@ def test_a_study_whose_training_takes_no_data(study):
 UNKNOWN = ("config.unknown_experiment", "few", "'many'")
 BAD = {
     "both": ({"evaluation.ground_truth": "x.h5"}, "config.two_truths"),
-    "settings without models": (
-        {"evaluation.subsets": None, "evaluation.sweep": None, "evaluation.experiments": ["few"]},
-        *("config.no_truth", "evaluation.experiments"),
-    ),
-    "a sweep without models": (
-        {"evaluation.subsets": None, "evaluation.sweep": {}},
-        *("config.no_truth", "evaluation.sweep"),
-    ),
     "unknown experiment": ({"evaluation.experiments": ["many"]}, *UNKNOWN),
     "unknown removals experiment": ({"evaluation.removals.experiment": "many"}, *UNKNOWN),
     "a question": (
@@ -161,8 +153,6 @@ def test_evaluations_of_more_than_there_is():
     for n_removed in ([9, 150], [0.999]):
         with refused("config.too_many_removed", "below 150", "Found 150"):
             check_sizes({"removals": {"experiment": "few", "n_removed": n_removed}}, 150)
-    with refused("config.subset_size", 0.006, "0 of 150"):
-        check_sizes({"subsets": {"fraction": 0.006}}, 150)
 
 
 def test_any_part_will_do_alone():

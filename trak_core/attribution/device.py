@@ -3,19 +3,18 @@
 import os
 import tempfile
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import cache
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any
 
 import torch
 
 from trak_core.errors import InputError
 from trak_core.runtime.progress import print_line
 
-_P = ParamSpec("_P")
 _LOOK_SECONDS = 1.0
 
 # torch's settings for the precision of float32 products, and the values that a config can choose.
@@ -94,20 +93,8 @@ def float32_precision(precision: str) -> Generator[None, None, None]:
 
 
 def set_float32_precision(precision: str) -> None:
-    """Set the precision as in ``float32_precision``. A study's file may have changed it."""
+    """Set the precision as in ``float32_precision``, until it is set again."""
     _round_factors([PRECISIONS[precision]] * len(_PRODUCTS))
-
-
-def at_precision(stage: Callable[_P, None]) -> Callable[_P, None]:
-    """Return a function that runs a stage with the precision in the argument ``spec``."""
-
-    @wraps(stage)
-    def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
-        spec: Any = kwargs["spec"]
-        with float32_precision(getattr(spec, "features", spec).precision):
-            stage(*args, **kwargs)
-
-    return run
 
 
 def _round_factors(dtypes: Sequence[str]) -> None:

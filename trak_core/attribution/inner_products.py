@@ -1,6 +1,6 @@
 """Compute inner products of samples' gradients for one checkpoint, one block at a time."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import accumulate, chain, pairwise
@@ -17,15 +17,8 @@ from trak_core.attribution.label_draws import LabelDraws
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.sample_outputs import write_columns
 from trak_core.config.memory_needs import gramian_need
-from trak_core.gradients import (
-    GradientMethod,
-    MemoryBudget,
-    Variety,
-    check_finite_gramian,
-    in_chunks,
-    n_params,
-    refuse_not_finite,
-)
+from trak_core.errors import InputError, listed
+from trak_core.gradients import GradientMethod, MemoryBudget, Variety, in_chunks, n_params
 from trak_core.gradients.gradient_consumers import Formed
 from trak_core.runtime.progress import log, with_progress
 from trak_core.settings import FeaturesSpec, stream_of
@@ -101,11 +94,33 @@ def inner_products(
     log(f"gradients of {block} {'training samples' if targets is None else 'targets'} in memory")
     values = np.empty((len(data.ids) * n_rows, len(others.ids) * n_other_rows))
     columns = _fill(values, train, right, block, compute.batch_size, room)
-    bad = (~columns[1].isfinite()).nonzero().flatten().tolist()
-    if bad:
-        refuse_not_finite([others.ids[i] for i in bad], "Model outputs")
-    check_finite_gramian(values, data.ids * n_rows, others.ids * n_other_rows)
+    check_finite(values, data.ids * n_rows, others.ids * n_other_rows, columns[1])
     return values, columns
+
+
+def check_finite(
+    products: np.ndarray, row_ids: Sequence[object], ids: Sequence[object], outputs: Tensor
+) -> None:
+    """Raise an error if a number is NaN or infinite.
+
+    The inner products of gradients have shape (n, m). Model outputs, shape (o,), are those of the
+    first ``o`` samples in ``ids``.
+    """
+    bad = ~np.isfinite(products)
+    rows, columns = (np.flatnonzero(bad.all(axis=axis)).tolist() for axis in (1, 0))
+    columns += (~outputs.isfinite()).nonzero().flatten().tolist()
+    # A gradient that isn't finite spoils a whole row or column. Otherwise, gradients are finite,
+    # but some inner products overflow.
+    if not (rows or columns):
+        rows = np.flatnonzero(bad.any(axis=1)).tolist()
+    bad_ids = [row_ids[i] for i in rows] + [ids[i] for i in columns]
+    if bad_ids:
+        raise InputError(
+            "Model outputs and inner products of gradients must be finite. Found NaN or infinity "
+            f"for the samples {listed(dict.fromkeys(map(str, bad_ids)))}. Look for NaN, infinity "
+            "and very large numbers in these samples and in the checkpoint.",
+            code="gradients.values_not_finite",
+        )
 
 
 def _prepared(

@@ -123,6 +123,7 @@ class LoadedModel:
             if weights is not None:
                 load_state_dict(model, weights, f"checkpoint {spec.checkpoint}")
             digests = {"sha256": state_dict_sha256(model.state_dict())}
+        set_float32_precision(spec.precision)  # CLIP's model output runs the model.
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
         parameters = select_parameters(model, spec.parameter_patterns)
         if output is None:
@@ -140,7 +141,7 @@ class LoadedModel:
             scales = {name: scale.to(device) for name, scale in on_cpu.items()}
         blocks = Recomputation(model)
         release_freed_memory()
-        set_float32_precision(spec.precision)
+        set_float32_precision(spec.precision)  # The model output's file may have changed it.
         return cls(model, parameters, output, device, digests, blocks, scales)
 
     def ordered(self, *splits: Split, window: int | None = None) -> list[OrderedSamples]:

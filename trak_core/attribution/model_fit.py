@@ -22,19 +22,15 @@ class Fit:
     """How well the models and a constant guess predict the training samples.
 
     Attributes:
-        measure: Sentences in ASCII that state ``value`` and ``guess``.
-        value: The fraction of predictions that are correct. For regression, the R2 of predictions,
-            or None if all labels are equal.
-        guess: The fraction of labels that are equal to the most frequent label. For regression, the
-            R2 of the mean label, which is 0.
+        measure: Sentences in ASCII. They state the fractions of predictions that are correct, and
+            of labels that are equal to the most frequent label, or for regression, the R2 of
+            predictions.
         is_doubtful: Whether the models are not better than the guess (for classes and parts, by at
             least two standard errors), predict most classes wrong, or mistake one class for another
             in most samples.
     """
 
     measure: str
-    value: float | None
-    guess: float
     is_doubtful: bool
 
 
@@ -76,7 +72,7 @@ def _of_parts(value: float, guess: float, error: float, parts: str, least: float
     )
     is_better = value > guess and value - guess >= 2 * error
     is_doubtful = value < 1 and (value < least or not is_better)
-    return Fit(measure, float(value), float(guess), bool(is_doubtful))
+    return Fit(measure, bool(is_doubtful))
 
 
 def _mistaken_classes(columns: pd.DataFrame) -> str:
@@ -102,14 +98,14 @@ def _mistaken_classes(columns: pd.DataFrame) -> str:
 def _of_numbers(labels: np.ndarray, predictions: np.ndarray) -> Fit:
     if (labels == labels[0]).all():
         measure = f"All training samples have the label {labels[0]:.3g}, so the fit is unknown."
-        return Fit(measure, None, 0.0, is_doubtful=False)
+        return Fit(measure, is_doubtful=False)
     squares = np.square(labels - predictions), np.square(labels - labels.mean())
     value = float(1 - squares[0].sum() / squares[1].sum())
     measure = (
         f"The models predict the labels of their training samples with an R2 of {value:.3g}. "
         "Always guessing the mean label would have an R2 of 0."
     )
-    return Fit(measure, value, 0.0, is_doubtful=value <= 0)
+    return Fit(measure, is_doubtful=value <= 0)
 
 
 def _counted_parts(split: Split, output: ModelOutput) -> np.ndarray:

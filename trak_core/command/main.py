@@ -49,14 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
             ask(words[1:])
         else:
-            if arguments is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-                # The system's default handler prints no traceback if Ctrl-C interrupts imports.
-                signal.signal(signal.SIGINT, signal.SIG_DFL)
             from trak_core.command.run import run
-            from trak_core.runtime.job import stop_before_jobs
 
-            if arguments is None:
-                stop_before_jobs()
             run(words[1], words[2:])
     except InputError as error:
         sys.exit(f"Error: {error}")

@@ -4,7 +4,6 @@ import ast
 import os
 import re
 import shlex
-import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,30 +15,20 @@ import yaml
 
 from trak_core.dependency_digests import study_modules
 from trak_core.errors import InputError
-from trak_core.runtime.files import CONFIG_RECORD
 from trak_core.runtime.job import export_library_path
 
 _PACKAGE = Path(__file__).parents[1]
 # Options of Snakemake that limit how many jobs run at the same time.
 _SET_LIMIT = ("-c", "--cores", "-j", "--jobs", "--profile")
 _PROFILES = ("local", "slurm", "slurm-gpu")
-# This code replaces `python -m snakemake`. With it, Ctrl-C during the imports, which take a second,
-# prints no traceback. Rarer garbage collection saves an eighth of the time to plan jobs.
+# This code replaces `python -m snakemake`. Rarer garbage collection saves an eighth of the time to
+# plan jobs, and none at exit half a second.
 _SNAKEMAKE = """
 import atexit, gc, sys
-from trak_core.runtime.job import stop_before_jobs
-stop_before_jobs()
 atexit.register(gc.freeze)
 gc.set_threshold(100_000, 50, 100)
-{first}
 from snakemake.cli import main
 sys.argv[0] = "snakemake"
-"""
-# This code starts a server that imports the modules for jobs while Snakemake is being imported.
-_START_FORKS = """
-from snakemake_executor_plugin_forks.server import set_preload, start
-set_preload({preload})
-start()
 """
 _CALL, _CALL_WITH_BRIEF_LOG = "main()", 'main(["--logger=trak", *sys.argv[1:]])'
 # Options of Snakemake that can run jobs on other machines.
@@ -122,15 +111,6 @@ def _read(config: Path) -> Any:
         raise
 
 
-def _is_new(path: Path, config: Any) -> bool:
-    """Return whether a config has never been run, or has changed since its last run."""
-    try:
-        record = Path(config.get("results", "results")) / CONFIG_RECORD
-        return not record.exists() or path.stat().st_mtime > record.stat().st_mtime
-    except (OSError, ValueError, TypeError, AttributeError):
-        return False
-
-
 def _can_fork() -> bool:
     """Return whether jobs can run as forked processes, which requires Linux without a GPU."""
     return sys.platform == "linux" and not Path("/dev/nvidiactl").exists()
@@ -192,15 +172,8 @@ def run(config: str, arguments: Sequence[str]) -> None:
     forks = ["--executor=forks", "--forks-late", f"--forks-preload={','.join(preload)}"]
     command = snakemake_command(config, [*arguments, *(forks if preload else [])])
     print(shlex.join(command), file=sys.stderr, flush=True)
-    is_early = preload and _is_new(Path(config), content)
-    first = _START_FORKS.format(preload=preload) if is_early else ""
     export_library_path()
-    # Ctrl-C is blocked until the new Python process can handle it.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        # With -P, modules in the working folder do not shadow installed modules.
-        code = _SNAKEMAKE.format(first=first) + (_CALL_WITH_BRIEF_LOG if is_here else _CALL)
-        # ruff: ignore[start-process-with-no-shell] -- this Python, with separate arguments
-        os.execv(sys.executable, [sys.executable, "-P", "-c", code, *command[1:]])
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    # With -P, modules in the working folder do not shadow installed modules.
+    code = _SNAKEMAKE + (_CALL_WITH_BRIEF_LOG if is_here else _CALL)
+    # ruff: ignore[start-process-with-no-shell] -- this Python, with separate arguments
+    os.execv(sys.executable, [sys.executable, "-P", "-c", code, *command[1:]])

@@ -11,7 +11,6 @@ from typing import Any
 
 from trak_core.config.read_config import read_table
 from trak_core.errors import InputError, listed
-from trak_core.settings import ordered
 
 _ID_PATTERN = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _KEYS = ("path", "run", "at", "state_dict")
@@ -277,29 +276,3 @@ def _trainer_state(folder: Path) -> dict[str, Any]:
             code="config.trainer_state",
         ) from error
     return content
-
-
-def shared_training(
-    checkpoints: Mapping[Any, Mapping[str, Any]], training: Mapping[str, Any], count: int
-) -> dict[str, Any]:
-    """Return the shared training arguments and the seeds of the first ``count`` runs.
-
-    The result is a mapping with the keys ``arguments`` and ``run_seeds``. ``checkpoints`` and
-    ``training`` are values in the config.
-    """
-    first = [*checkpoints.items()][:count]
-    runs = {str(run): ordered({**training, **given}) for run, given in first}
-    for arguments in runs.values():
-        arguments.pop("at", None)
-    seeds = {run: arguments.pop("seed", None) for run, arguments in runs.items()}
-    numbers = [seed for seed in seeds.values() if type(seed) is int]
-    shared = next(iter(runs.values()))
-    if len({*numbers}) < count or any(arguments != shared for arguments in runs.values()):
-        shown = {run: {"seed": seeds[run], **arguments} for run, arguments in runs.items()}
-        raise InputError(
-            f"With evaluation.subsets.same_seeds, the first {count} runs in `checkpoints` must "
-            "have different integers as `seed`, and their other training arguments must be equal. "
-            f"The number of runs is evaluation.subsets.seeds. Found {shown}.",
-            code="config.run_seeds",
-        )
-    return {"arguments": shared, "run_seeds": numbers}

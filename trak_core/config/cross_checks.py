@@ -9,7 +9,7 @@ from typing import Any
 
 from trak_core.errors import InputError
 from trak_core.model_outputs.about_outputs import TABLE, about_output, output_name
-from trak_core.settings import POOL, ProjectionKind, Weighting, removed_sizes, subset_size
+from trak_core.settings import POOL, ProjectionKind, Weighting, removed_sizes
 from trak_core.settings.target_filter import Condition
 
 
@@ -119,7 +119,7 @@ def removals_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def check_removals(config: Mapping[str, Any]) -> None:
-    """Raise an error for removals of an unknown list, of a pool, or of more than the whole list."""
+    """Raise an error for removals of an unknown list or of a pool."""
     lists = lists_of(config)
     for about in removals_of(config).values():
         if (name := about.get("list")) is None:
@@ -135,13 +135,6 @@ def check_removals(config: Mapping[str, Any]) -> None:
                 "Lists in evaluation.removals must consist of training samples. Found `select` "
                 "with a pool. Remove the pool, or leave select out of evaluation.removals.",
                 code="config.removals_of_pool",
-            )
-        most = lists[name].get("fraction", 1)
-        if max(about["fractions"]) > most:
-            raise InputError(
-                f"evaluation.removals.{name}: fractions must be at most lists.{name}.fraction "
-                f"({most}). Found {max(about['fractions'])}.",
-                code="config.removals_fractions",
             )
 
 
@@ -202,14 +195,6 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
             "out.",
             code="config.two_truths",
         )
-    for key in ("experiments", "sweep"):
-        # An empty sweep is the mapping {}, which uses default values.
-        if evaluation.get(key, []) != [] and not lds:
-            raise InputError(
-                f"evaluation.{key} needs retrained models. Found neither `subsets` nor "
-                "`ground_truth`. Add `subsets: {}` or `ground_truth` to evaluation.",
-                code="config.no_truth",
-            )
     named = [*evaluation.get("experiments", ())]
     named += [own["experiment"] for own in removals_of(config).values()]
     reasons = {
@@ -285,15 +270,7 @@ def check_columns(proj_dim: int, kind: str, evaluation: Mapping[str, Any]) -> No
 
 
 def check_sizes(evaluation: Mapping[str, Any], n_train: int) -> None:
-    """Raise an error if an evaluation needs more training samples than exist."""
-    fraction = evaluation.get("subsets", {}).get("fraction", 0.5)
-    size = subset_size(n_train, fraction)
-    if "subsets" in evaluation and not 0 < size < n_train:
-        raise InputError(
-            "evaluation.subsets.fraction must keep at least one training sample and leave out at "
-            f"least one. Found {fraction}, which keeps {size} of {n_train}.",
-            code="config.subset_size",
-        )
+    """Raise an error if removals need more training samples than exist."""
     removals = evaluation.get("removals", {})
     n_removed = removed_sizes(removals["n_removed"], n_train) if "experiment" in removals else [0]
     if max(n_removed) >= n_train:

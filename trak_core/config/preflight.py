@@ -190,7 +190,6 @@ def _request(specs: Specs) -> dict[str, Any]:
         "training": {r: specs.training_arguments(r) for r in specs.runs} if is_trained else None,
         "leaves_several": is_trained and any(specs.times(run) for run in specs.runs),
         "retraining": specs.training if retrains else None,
-        "weighted": "subsets" in specs.evaluation and specs.random_subsets.run_seeds is not None,
         "describes": specs.measures("bm25"),
         "group_by": config.get("groups", []),
     }

@@ -114,16 +114,11 @@ def completed(
     See ``with_values_read`` for ``entries``, and ``with_ready_study`` for ``writes``.
     """
     config = with_ready_study(with_values_read(config, entries), writes=writes)
-    text = schema.read_text("utf-8")
-    keys = yaml.load(text, Loader=_FastLoader)  # ruff: ignore[unsafe-yaml-load] -- a SafeLoader
+    keys = yaml.safe_load(schema.read_text("utf-8"))
     check_config(config, keys)
     config = with_defaults(config, keys)
     # Path() removes a leading ./ and a trailing /, about which Snakemake would warn.
     return config | {"results": str(Path(config["results"]))}
-
-
-# Reading YAML with libyaml is ten times as fast as with PyYAML's Python loader.
-_FastLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def given_by_command(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,12 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from trak_core.config.checkpoint_list import (
-    are_from_along_runs,
-    checkpoint_table,
-    runs_of,
-    shared_training,
-)
+from trak_core.config.checkpoint_list import are_from_along_runs, checkpoint_table, runs_of
 from trak_core.config.cross_checks import check_relations, lists_of, removals_of
 from trak_core.config.read_config import (
     ALL_TARGETS,
@@ -250,9 +245,7 @@ class Specs:
         """The settings of the models that are retrained on random subsets."""
         subsets = self.evaluation["subsets"]
         spec = self._retrained("random", subsets["seeds"], subsets["seed"])
-        runs = self.config["checkpoints"]
-        more = shared_training(runs, self.training, spec.seeds) if subsets["same_seeds"] else {}
-        return replace(spec, fraction=subsets["fraction"], **more)
+        return replace(spec, fraction=subsets["fraction"])
 
     def subset_groups(self) -> list[tuple[int, int]]:
         """Return the number of the first and the last random subset in each retraining job."""

@@ -24,13 +24,10 @@ from trak_core.gradients.batch_size import (
 )
 from trak_core.gradients.check_gradients import (
     Variety,
-    check_finite,
-    check_finite_gramian,
     check_labels,
     check_samples_apart,
     count_classes,
     explain_not_finite,
-    refuse_not_finite,
 )
 from trak_core.gradients.choose_method import choose_method, gradient_method
 from trak_core.gradients.differentiable_model import (
@@ -52,9 +49,9 @@ from trak_core.gradients.gradient_methods import (
 from trak_core.gradients.model_inputs import Batch, Samples, as_batch, call, joined, shapes_of
 
 __all__ = ["METHODS", "Batch", "GradientMethod", "MemoryBudget", "MemoryByLength", "PerSample"]
-__all__ += ["Samples", "Variety", "as_batch", "as_blocks", "budget_bytes", "call", "check_finite"]
-__all__ += ["check_finite_gramian", "check_labels", "check_samples_apart", "choose_method"]
-__all__ += ["count_classes", "explain_not_finite", "formed_gradients", "gradient_method"]
+__all__ += ["Samples", "Variety", "as_batch", "as_blocks", "budget_bytes", "call", "check_labels"]
+__all__ += ["check_samples_apart", "choose_method", "count_classes", "explain_not_finite"]
+__all__ += ["formed_gradients", "gradient_method"]
 __all__ += ["gradients_at_once", "gradients_in_turn", "gradients_one_by_one", "in_chunks"]
 __all__ += ["in_evaluation_mode", "joined", "memory_by_length", "n_params", "refuse_hooks"]
-__all__ += ["refuse_not_finite", "sample_memory", "select_parameters", "shapes_of"]
+__all__ += ["sample_memory", "select_parameters", "shapes_of"]

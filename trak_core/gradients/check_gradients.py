@@ -4,7 +4,7 @@ The functions detect samples that affect each other, labels that the model canno
 gradients that are NaN, infinite, zero for all samples or equal for all samples.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from trak_core.errors import InputError, listed
 from trak_core.gradients.differentiable_model import in_evaluation_mode
 from trak_core.gradients.gradient_consumers import Digest
-from trak_core.gradients.gradient_methods import PerSample, gradients_one_by_one
+from trak_core.gradients.gradient_methods import gradients_one_by_one
 from trak_core.gradients.model_inputs import Batch, Samples, as_batch, call, call_with_rounding
 from trak_core.model_outputs.model_output import (
     IGNORED,
@@ -318,16 +318,6 @@ def check_labels(
             )
 
 
-def check_finite(result: PerSample, sample_ids: Sequence[object]) -> None:
-    """Raise an error that names samples and parameters if a gradient or output is not finite."""
-    bad = {
-        name: ~torch.isfinite(block.reshape(len(block), -1)).all(dim=1)
-        for name, block in result.gradients.items()
-    }
-    dtypes = {block.dtype for block in result.gradients.values()}
-    _refuse_bad(~torch.isfinite(result.outputs), bad, dtypes, sample_ids)
-
-
 def explain_not_finite(
     model: nn.Module,
     parameters: dict[str, nn.Parameter],
@@ -341,26 +331,17 @@ def explain_not_finite(
     # in float64, so a digest has an entry that isn't finite if and only if the gradient has one.
     digest = Digest.zeros(parameters, len(batch), torch.float64)
     outputs, *_ = gradients_one_by_one(model, parameters, output, batch, digest)
-    bad = {name: ~torch.isfinite(products).all(dim=1) for name, products in digest.rows.items()}
-    dtypes = {parameter.dtype for parameter in parameters.values()}
-    _refuse_bad(~torch.isfinite(outputs), bad, dtypes, sample_ids)
-
-
-def _refuse_bad(
-    bad: Tensor,
-    by_parameter: Mapping[str, Tensor],
-    dtypes: Collection[torch.dtype],
-    sample_ids: Sequence[object],
-) -> None:
+    bad = ~torch.isfinite(outputs)
     names = ["the model output itself"] if bad.any() else []
-    for name, rows in by_parameter.items():
+    for name, products in digest.rows.items():
+        rows = ~torch.isfinite(products).all(dim=1)
         if rows.any():
             names.append(name)
             bad = bad | rows
     if names:
         bad_ids = [sample_ids[i] for i in bad.nonzero().flatten().tolist()]
         overflow = ""
-        if torch.float16 in dtypes:
+        if torch.float16 in {parameter.dtype for parameter in parameters.values()}:
             overflow = " float16 overflows above 65504. Use bfloat16 or float32 weights."
         raise InputError(
             "Per-sample gradients must be finite. Found NaN or infinity for the samples "
@@ -368,31 +349,6 @@ def _refuse_bad(
             f"in these samples and in the checkpoint.{overflow}",
             code="gradients.not_finite",
         )
-
-
-def refuse_not_finite(sample_ids: Sequence[object], numbers: str) -> None:
-    """Raise an error about NaN or infinity in ``numbers``, a noun such as "Model outputs"."""
-    bad_ids = list(dict.fromkeys(map(str, sample_ids)))
-    raise InputError(
-        f"{numbers} must be finite. Found NaN or infinity for the samples {listed(bad_ids)}. "
-        "Look for NaN, infinity and very large numbers in these samples and in the checkpoint.",
-        code="gradients.values_not_finite",
-    )
-
-
-def check_finite_gramian(
-    gramian: np.ndarray, row_ids: Sequence[object], ids: Sequence[object]
-) -> None:
-    """Raise an error if an inner product of gradients, shape (n, m), is NaN or infinite."""
-    bad = ~np.isfinite(gramian)
-    if bad.any():
-        rows, columns = (np.flatnonzero(bad.all(axis=axis)).tolist() for axis in (1, 0))
-        # A gradient that isn't finite spoils a whole row or column. Otherwise, gradients are
-        # finite, but some inner products overflow.
-        if not (rows or columns):
-            rows = np.flatnonzero(bad.any(axis=1)).tolist()
-        bad_ids = [row_ids[i] for i in rows] + [ids[i] for i in columns]
-        refuse_not_finite(bad_ids, "Inner products of gradients")
 
 
 class Variety:

@@ -310,7 +310,7 @@ def condition_number(matrix: File, damping: float) -> float:
 _SHOWN = {
     EVALUATION: (
         ("summary", "targets", "checkpoints", "sweep", "best"),
-        ("n_subsets", "part_kept", "n_seeds", "same_seeds", "n_targets", "confidence"),
+        ("n_subsets", "part_kept", "n_seeds", "n_targets", "confidence"),
     ),
     REMOVALS: (("summary",), ("confidence", "n_trainings", "n_targets")),
     GROUPS: (("groups", "differences"), ("confidence", "n_runs", "n_targets")),

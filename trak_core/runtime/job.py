@@ -108,54 +108,23 @@ def stop_cleanly() -> None:
         signal.signal(number, _stop)
 
 
-def _end_before_jobs(_number: int, _frame: FrameType | None) -> None:
-    os.write(2, b"\nStopped by Ctrl-C before any job began.\n")
-    os._exit(128 + signal.SIGINT)
-
-
-def stop_before_jobs() -> None:
-    """Make Ctrl-C end this process with a one-line message until jobs can start."""
-    if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_DFL):
-        signal.signal(signal.SIGINT, _end_before_jobs)
-    if os.name == "posix":  # A SIGINT that was blocked until now is delivered.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-
-
 def explain_interrupts(results: str, *, is_main: bool) -> None:
     """Make Ctrl-C end Snakemake with a message about finished files instead of tracebacks.
 
-    Snakemake still waits for running jobs and unlocks the working folder. A second Ctrl-C ends the
-    wait. A SIGINT handler that other code has set is not replaced. The message is printed only if
-    ``is_main`` is true, which is the case in the Snakemake process that the user started.
+    Snakemake still waits for running jobs and unlocks the working folder. A SIGINT handler that
+    other code has set is not replaced. The message is printed only if ``is_main`` is true, which is
+    the case in the Snakemake process that the user started.
     """
     is_main_thread = threading.current_thread() is threading.main_thread()
-    replaced = (signal.default_int_handler, _end_before_jobs)
-    if not is_main_thread or signal.getsignal(signal.SIGINT) not in replaced:
+    if not is_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return
     goodbye = (
         f"Stopped by Ctrl-C. Finished files are kept in {results}, and unfinished files were "
         "deleted. To continue, run the same command again."
     )
 
-    def exit_without_waiting() -> None:
-        atexit._run_exitfuncs()
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-        os._exit(128 + signal.SIGINT)
-
-    def end_at_once(_number: int, _frame: FrameType | None) -> None:
-        # SystemExit ends Snakemake's wait and unlocks the folder. At exit, Python would then wait
-        # for the threads of all running jobs, unless the registered function ends the process.
-        try:
-            threading._register_atexit(  # pyright: ignore[reportAttributeAccessIssue]
-                exit_without_waiting
-            )
-        except RuntimeError:  # Python is exiting: Snakemake has already unlocked the folder.
-            exit_without_waiting()
-        raise SystemExit(128 + signal.SIGINT)
-
     def end(_number: int, _frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, end_at_once)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         # Otherwise, Snakemake would report every interrupted job as failed. The logs of the jobs
         # contain the reason.
         logging.disable(logging.CRITICAL)
@@ -168,9 +137,6 @@ def explain_interrupts(results: str, *, is_main: bool) -> None:
     signal.signal(signal.SIGINT, end)
 
 
-# The last line of a job's log begins with these words, and states the peak of memory. Snakemake
-# measures memory only at intervals, and can miss the peak.
-PEAK = "peak memory: "
 _MORE_MEMORY = (
     "Lower compute.memory_mb, which limits the size of arrays, or compute.batch_size. Or give the "
     "job more memory. A job needs compute.memory_mb, plus 1500 MiB for torch and the study's data, "
@@ -204,21 +170,12 @@ def _write_error(message: str, terminal: int) -> None:
                 return
 
 
-def _peak_mib() -> float | None:
-    """Return the peak resident memory of this process in MiB, or None if it is unknown."""
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-        (line,) = (line for line in lines if line.startswith("VmHWM:"))
-        return int(line.split()[1]) / 1024
-    return None
-
-
 @contextmanager
 def logged_to(path: str) -> Generator[None, None, None]:
     """Redirect standard output and error, including those of C libraries, to a job's log file.
 
     On SIGTERM or Ctrl-C, the job ends, its unfinished files are deleted, and a message is written
-    to the log. If the job succeeds, the last line of the log states its peak memory.
+    to the log.
 
     Raises:
         SystemExit: In place of an ``InputError``, or of an error for a full disk or too little
@@ -233,8 +190,7 @@ def logged_to(path: str) -> Generator[None, None, None]:
     keep_freed_memory()
     try:
         yield
-        if (peak := _peak_mib()) is not None:
-            print(f"{PEAK}{peak:.0f} MiB", flush=True)
+        sys.stdout.flush()  # A full disk of the log raises an error here, which is explained below.
     except Exception as error:
         message = _explained(error)
         if message is None:

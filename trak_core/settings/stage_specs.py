@@ -276,9 +276,6 @@ class RetrainedSpec:
         n_removed: Numbers of samples to remove, or fractions of the number of training samples.
         draws: Number of random removals of each size.
         fraction: Fraction of the training samples in a random subset.
-        run_seeds: Seeds of the config's runs, with each of which a model is trained on every
-            subset. ``train`` then gets ``sample_weights`` instead of ``data``. None for other
-            seeds.
     """
 
     subsets: str
@@ -290,7 +287,6 @@ class RetrainedSpec:
     n_removed: Sequence[float] = ()
     draws: int = 0
     fraction: float = 0.5
-    run_seeds: Sequence[int] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain values for JSON."""

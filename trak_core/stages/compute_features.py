@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from trak_core.artifacts import selected_ids
-from trak_core.attribution.device import Compute, at_precision, find_device
+from trak_core.attribution.device import Compute, find_device
 from trak_core.attribution.gradient_method_record import recorded_method_for
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.write_features import write_features
@@ -17,7 +17,6 @@ from trak_core.study.read_targets import split_of
 from trak_core.study.study import Study
 
 
-@at_precision
 def compute_features(
     *,
     features: Path,

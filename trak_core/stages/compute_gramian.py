@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from trak_core.artifacts import selected_ids
-from trak_core.attribution.device import Compute, at_precision, find_device
+from trak_core.attribution.device import Compute, find_device
 from trak_core.attribution.inner_products import write_gramian
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.settings import TRAIN, FeaturesSpec
@@ -14,7 +14,6 @@ from trak_core.study.read_targets import split_of
 from trak_core.study.study import Study
 
 
-@at_precision
 def compute_gramian(
     *,
     gramian: Path,

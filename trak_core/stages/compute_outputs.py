@@ -9,7 +9,7 @@ from torch.func import vmap
 
 from trak_core.artifacts import EMBEDDINGS, OUTPUTS, create, software
 from trak_core.attribution.batch_by_length import OrderedSamples
-from trak_core.attribution.device import at_precision, device_name, find_device
+from trak_core.attribution.device import device_name, find_device
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.sample_outputs import embed_samples
 from trak_core.gradients import MemoryBudget, budget_bytes, call, in_chunks, in_evaluation_mode
@@ -19,7 +19,6 @@ from trak_core.settings import TRAIN, FeaturesSpec
 from trak_core.study.study import Study
 
 
-@at_precision
 def compute_outputs(
     *,
     outputs: Path,
@@ -76,7 +75,6 @@ def compute_outputs(
 _WINDOW = 1024
 
 
-@at_precision
 def compute_embeddings(
     *,
     embeddings: Path,

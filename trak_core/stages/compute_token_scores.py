@@ -20,7 +20,7 @@ from trak_core.artifacts import (
     open_artifact,
     software,
 )
-from trak_core.attribution.device import Compute, at_precision, device_name, find_device
+from trak_core.attribution.device import Compute, device_name, find_device
 from trak_core.attribution.fitted_checkpoint import read_normal_matrix
 from trak_core.attribution.gradient_method_record import recorded_method_for
 from trak_core.attribution.loaded_model import LoadedModel
@@ -36,7 +36,6 @@ from trak_core.study.study import Study
 _TARGETS, _EACH = 100, 10
 
 
-@at_precision
 def compute_token_scores(
     *,
     token_scores: Path,

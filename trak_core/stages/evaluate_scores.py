@@ -250,7 +250,6 @@ def evaluate_scores(
         "n_subsets": len(masks),
         "part_kept": float(masks.mean()),
         "n_seeds": len(truth.outputs),
-        "same_seeds": int(retrained_spec is not None and retrained_spec.run_seeds is not None),
         "n_targets": len(target_ids),
         "confidence": CONFIDENCE,
     }

@@ -215,20 +215,13 @@ def _check_training(
         )
 
 
-def _check_retraining(study: Study, arguments: Mapping[str, Any], *, weighted: bool) -> None:
+def _check_retraining(study: Study, arguments: Mapping[str, Any]) -> None:
     """Raise an error if the study's ``train`` lacks an argument that an evaluation passes to it."""
     requirement = (
         "for an evaluation, train() must accept the arguments of `training`, `seed` (an integer) "
         "and `data` (the samples to train on; the default, None, means all samples)"
     )
     _check_arguments(study, {**arguments, "seed": 0, "data": None}, requirement)
-    if weighted and "sample_weights" not in inspect.signature(study.function("train")).parameters:
-        raise InputError(
-            f"{study.path}: for evaluation.subsets.same_seeds, train() must accept "
-            "`sample_weights`, a tensor by which the samples' losses are multiplied. Its default "
-            "must be None, which means weights of 1. Found no such argument.",
-            code="study.no_sample_weights",
-        )
 
 
 def _check_checkpoints(
@@ -293,7 +286,6 @@ def preflight_study(
     questions: Mapping[str, str] = MappingProxyType({}),
     conditions: Mapping[str, str] = MappingProxyType({}),
     retraining: dict[str, Any] | None = None,
-    weighted: bool = False,
     describes: bool = False,
     checkpoints: Mapping[str, Sequence[str | None]] = MappingProxyType({}),
     without_numbers: bool = False,
@@ -314,7 +306,6 @@ def preflight_study(
         questions: The file of an experiment's targets, by experiment, if there is such a file.
         conditions: The ``where`` condition of an experiment, by experiment, if there is one.
         retraining: Arguments of ``train`` that all runs share; None if nothing is retrained.
-        weighted: Whether retraining uses sample weights.
         describes: Whether the study must define ``describe``.
         checkpoints: For each file, the keys of the state dicts in it; None for the default key.
             Only the names and shapes of weights are read.
@@ -331,7 +322,7 @@ def preflight_study(
     if training is not None:
         _check_training(study, training, leaves_several=leaves_several)
     if retraining is not None:
-        _check_retraining(study, retraining, weighted=weighted)
+        _check_retraining(study, retraining)
     if describes and not study.has("describe"):
         raise InputError(
             f"{study.name}: for the baseline bm25 of `evaluation`, the study must define "

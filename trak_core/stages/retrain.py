@@ -57,9 +57,7 @@ def retrain(
 ) -> None:
     """Train a model on each subset with each of its seeds, and write outputs and predictions.
 
-    The study's ``train`` is called with ``seed`` and ``data``. With ``spec.run_seeds``, it trains
-    the config's runs again, and is called with ``sample_weights`` instead of ``data``. The weights
-    of samples outside the subset are 0.
+    The study's ``train`` is called with ``seed`` and ``data``.
 
     ``spec.subsets`` is the kind of subsets. ``named_by`` contains the files from which samples are
     chosen, and ``naming`` contains the settings by which they are chosen. The kinds are:
@@ -86,7 +84,7 @@ def retrain(
     if spec.subsets == "random":
         size = subset_size(n_train, spec.fraction)
         masks = [random_subset(n_train, size, i, spec.seed) for i in numbers]
-        seeds = [spec.run_seeds or _seeds(spec, i) for i in numbers]
+        seeds = [_seeds(spec, i) for i in numbers]
     else:
         masks, sizes, hashes = _removals(study, train, spec, named_by, naming)
         numbers = range(len(masks))
@@ -96,28 +94,16 @@ def retrain(
         seeds = [common] * len(masks)
         file_spec |= naming_in_file(naming) | {"sizes": sizes, "named_by": hashes}
     pool = study.split(_POOL, None)
-
-    def evaluate(
-        seed: int, data: Any, weights: torch.Tensor | None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        model = trained_model(study, {**spec.arguments, "seed": seed}, data, weights)
-        return outputs_and_predictions(model, spec.model_output, train, pool, batch_size, study)
-
     runs = [(i, seed) for i, seeds_of_subset in enumerate(seeds) for seed in seeds_of_subset]
     results: list[tuple[np.ndarray, np.ndarray]] = []
     for run, _ in blocks_with_progress(len(runs), 1, "trainings"):
         i, seed = runs[run]
-        if spec.run_seeds:
-            weights = torch.tensor(masks[i], dtype=torch.float32)
-            results.append(evaluate(seed, None, weights))
-            # Check `sample_weights` once per evaluation, in the job that trains on subset 0.
-            if run == numbers[0] == 0:
-                ones = evaluate(seed, None, torch.ones_like(weights))[0]
-                _check_weights(study, results[0][0], ones, evaluate(seed, None, None)[0])
-        else:
-            # Subset is annotated to require a Dataset, but needs only len() and [i].
-            data = Subset(train.samples, np.flatnonzero(masks[i]).tolist())  # pyright: ignore[reportArgumentType]
-            results.append(evaluate(seed, data, None))
+        # Subset is annotated to require a Dataset, but needs only len() and [i].
+        data = Subset(train.samples, np.flatnonzero(masks[i]).tolist())  # pyright: ignore[reportArgumentType]
+        model = trained_model(study, {**spec.arguments, "seed": seed}, data)
+        results.append(
+            outputs_and_predictions(model, spec.model_output, train, pool, batch_size, study)
+        )
     values, predictions = (np.stack(parts) for parts in zip(*results, strict=True))
     rows = [numbers[i] for i, _ in runs]
     with create(retrained, RETRAINED, file_spec, software(code, "cpu", "torch", "numpy")) as writer:
@@ -203,24 +189,3 @@ def listed_rows(listed: Path, train_ids: Sequence[int | str]) -> np.ndarray:
             code="stages.listed",
         )
     return np.array(list(dict.fromkeys(row_of[cell] for cell in cells)), dtype=np.int64)
-
-
-def _check_weights(study: Study, part: np.ndarray, ones: np.ndarray, none: np.ndarray) -> None:
-    """Raise an error if weights of 1 have an effect in ``train``, or weights of 0 have none.
-
-    The arrays contain the outputs of models trained with some weights of 0 (``part``), with weights
-    of 1 (``ones``), and without weights (``none``). Because of rounding, ``ones`` and ``none`` may
-    differ, but by less than a tenth of the difference between ``ones`` and ``part``.
-    """
-    moved, left_out = (np.abs(values - ones).mean() for values in (none, part))
-    if moved < left_out / 10:
-        return
-    observed = "that weights of 1 change outputs at least a tenth as much as weights of 0"
-    if not left_out:
-        observed = "the same outputs with weights of 0"
-    raise InputError(
-        f"{study.path}: train() must multiply each sample's loss by its weight in "
-        "`sample_weights`, and must draw the same random numbers with and without weights. Found "
-        f"{observed}.",
-        code="study.sample_weights",
-    )

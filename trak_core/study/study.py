@@ -280,23 +280,16 @@ class Study:
         return checked_ids(ids, n_ids, f"{self.path}: {pool}_ids()")
 
 
-def trained_model(
-    study: Study,
-    arguments: dict[str, Any],
-    data: Any = None,
-    sample_weights: torch.Tensor | None = None,
-) -> nn.Module:
+def trained_model(study: Study, arguments: dict[str, Any], data: Any = None) -> nn.Module:
     """Return the model that the study's ``train`` returns or yields last. Check its weights.
 
-    ``arguments`` are passed to ``train`` by name. ``data`` and ``sample_weights`` are passed too if
-    they are not None. ``data`` are the samples to train on, and ``sample_weights`` (float32, shape
-    (n,)) are factors of the samples' losses.
+    ``arguments`` are passed to ``train`` by name. The samples to train on are passed as ``data`` if
+    they are not None.
 
     Raises:
         InputError: If ``train`` fails, or if weights are not finite.
     """
-    subset = {"data": data, "sample_weights": sample_weights}
-    last = deque(_steps(study, arguments, **subset), maxlen=1)
+    last = deque(_steps(study, arguments, data), maxlen=1)
     return _checked(study, arguments, last[0][1] if last else None)
 
 
@@ -330,12 +323,14 @@ def models_along(
     )
 
 
-def _steps(study: Study, arguments: dict[str, Any], **subset: Any) -> Generator[tuple[float, Any]]:
+def _steps(
+    study: Study, arguments: dict[str, Any], data: Any = None
+) -> Generator[tuple[float, Any]]:
     """Yield the pairs (time, model) that ``train`` yields, or (0, model) if it returns a model."""
     train = study.function("train")
     call = f"{study.path}: train({arguments}), which returns a model or yields (time, model),"
     with users_code(call):
-        result = train(**arguments, **{k: v for k, v in subset.items() if v is not None})
+        result = train(**arguments, **({} if data is None else {"data": data}))
     if not inspect.isgenerator(result):
         yield 0.0, result
         return
