@@ -2,6 +2,8 @@
 
 import json
 import re
+from base64 import b64decode
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +19,12 @@ from trak_core.config.bind_study_arguments import with_ready_study
 from trak_core.data.rows import read_rows
 from trak_core.ready_made.conversations import messages_in
 from trak_core.ready_made.image_folder import image_folder
+from trak_core.ready_made.tabular import tabular
 from trak_core.settings import TRAIN
-from trak_core.study.dataset_split import Split
+from trak_core.study.dataset_split import Split, with_label
 from trak_core.study.given_data import split_of_data
 from trak_core.study.sample_columns import short_columns
+from trak_core.study.show_samples import sample_as_html
 
 NET = "from torch import nn\n\ndef net(n=2):\n    return nn.Linear(2, n)\n"
 DATA = TensorDataset(torch.arange(12.0).view(6, 2), torch.arange(6))
@@ -130,21 +134,98 @@ def test_images(tmp_path, capsys):
     arguments = str(tmp_path / "images"), f"{tmp_path}/net.py:net"
     assert image_folder(*arguments).train_ids() == ["cat/1.ppm", "dog/2.png"]
     assert not capsys.readouterr().err
-    for name in ("cat/3.heic", "4.png"):
-        (tmp_path / "images" / name).touch()
+    # ImageFolder reads hidden images, and no .gif.
+    for name in ("cat/.3.png", "cat/3.gif", "cat/3.heic", "4.png", ".DS_Store", "empty/"):
+        path = tmp_path / "images" / name
+        path.mkdir() if name.endswith("/") else path.touch()
     assert len(image_folder(*arguments).train_ids()) == 2
-    assert "Notice: 2 files in" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "not read: 4.png, cat/.3.png, cat/3.gif, cat/3.heic. " in told
+    assert "no classes: empty." in told
     # PIL would make all values above 255 white.
     Image.fromarray(np.full((2, 2), 300, np.uint16)).save(tmp_path / "images/dog/2.png")
     with refused("studies.image_depth", "I;16", "dog/2.png"):
         image_folder(*arguments).train_data()[1]
     frames = [Image.new("L", (2, 2), shade) for shade in (0, 255)]
-    for suffix in ("gif", "tif"):
-        path = tmp_path / f"images/dog/{suffix}.{suffix}"
-        frames[0].save(path, save_all=True, append_images=frames[1:])
-        with refused("studies.image_frames", 2, f"dog/{suffix}.{suffix}"):
-            image_folder(*arguments).train_data()[2]
-        path.unlink()
+    frames[0].save(tmp_path / "images/dog/3.tif", save_all=True, append_images=frames[1:])
+    with refused("studies.image_frames", 2, "dog/3.tif"):
+        image_folder(*arguments).train_data()[2]
+
+
+def test_pages_show_images_as_in_their_files(tmp_path):
+    """The model gets normalized values, from which the colours cannot be restored."""
+    (tmp_path / "net.py").write_text(
+        NET + "\ndef shifted(image):\n"
+        "    import numpy, torch\n"
+        "    return 3 - torch.from_numpy(numpy.array(image)).movedim(-1, 0) / 9\n"
+    )
+    image = Image.new("RGB", (8, 4), (90, 80, 70))
+    image.putpixel((0, 0), (100, 100, 100))
+    (tmp_path / "images/cat").mkdir(parents=True)
+    image.save(tmp_path / "images/cat/1.png")
+    arguments = str(tmp_path / "images"), f"{tmp_path}/net.py:net"
+    study = image_folder(*arguments, transform=f"{tmp_path}/net.py:shifted")
+    asked = study.encode(path=str(tmp_path / "images/cat/1.png"), label="cat")
+    for sample in (study.train_data()[0], asked, with_label(asked, 0)):
+        shown = re.search(r'base64,([^"]*)', sample_as_html(sample, "cat/1.png", None))[1]
+        with Image.open(BytesIO(b64decode(shown))) as picture:
+            pixels = picture.resize((8, 4), Image.Resampling.NEAREST)
+        assert pixels.tobytes() == image.tobytes()
+
+
+def test_folders_of_splits_are_no_classes(tmp_path):
+    for name in ("train/cat", "test/cat"):
+        (tmp_path / name).mkdir(parents=True)
+        Image.new("RGB", (2, 2)).save(tmp_path / name / "1.png")
+    with refused("studies.splits", "test, train"):
+        image_folder(str(tmp_path), "net.py:net")
+
+
+def table_of(folder, rows, **settings):
+    (folder / "a.csv").write_text("income,age,y\n" + rows)
+    return tabular(str(folder / "a.csv"), "y", "net.py:net", **settings)
+
+
+def test_points_that_may_separate_thousands_are_told(tmp_path, capsys):
+    """25.697 is the number 25697 in many countries."""
+    table_of(tmp_path, "25.697,1.5,0\n850,2,1\n")
+    assert "in the column income, points are read as decimal points: 25.697 is" in (
+        capsys.readouterr().err
+    )
+    table_of(tmp_path, "25.697,1.250,0\n25.6,2.125,1\n")
+    table_of(tmp_path, "0.125,1,0\n1,2,1\n")
+    assert not capsys.readouterr().err
+
+
+def test_asked_numbers_outside_of_the_training_range_are_told(tmp_path, capsys):
+    study = table_of(tmp_path, "25000,20,0\n850,70,1\n", scale="standard")
+    study.encode(income="850", age="70", y="1")
+    assert not capsys.readouterr().err
+    study.encode(income="37.636", age="70", y="1")
+    assert "income 37.636 is outside of the range" in capsys.readouterr().err
+
+
+def test_an_input_that_is_listed_twice_is_refused(tmp_path):
+    with refused("studies.columns", "income"):
+        table_of(tmp_path, "1,2,0\n", columns=["income", "age", "income"])
+
+
+@pytest.mark.parametrize("scale", [None, "standard"])
+def test_pages_show_the_numbers_of_the_table(scale, tmp_path):
+    """After scaling, float32 numbers would have lost digits. Without ids, rows have lines."""
+    cells = "1684329600,37.636,0\n1684329659,1.10,1\n"
+    study = table_of(tmp_path, cells, scale=scale)
+    texts = [study.describe(sample) for sample in study.train_data()]
+    assert texts == ["line 2: income 1684329600, age 37.636", "line 3: income 1684329659, age 1.10"]
+    asked = study.encode(income="7", age="0.50", y="1")
+    assert study.describe(with_label(asked, 0)) == "income 7, age 0.50"
+    assert "income" in study.describe(tuple(asked))
+
+
+def test_booleans_of_yaml_are_named(tmp_path):
+    study = table_of(tmp_path, "1,2,no\n", classes=[False, True])
+    with refused("studies.numbers", "YAML reads yes and no as booleans", 'Found {"y": "no"}'):
+        study.train_data()[0]
 
 
 @pytest.mark.parametrize("stray", ["b ", "B"])

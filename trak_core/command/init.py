@@ -32,7 +32,7 @@ from trak_core.study.load_checkpoint import read_weights
 from trak_core.study.match_state_dict import shared_prefixes
 
 _STATE_DICT = re.compile(r"\.(?:pt|pth|ckpt|bin|safetensors)(?:\.tar)?$", re.I)
-_IMAGES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"})
+_IMAGES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff"})
 _MODEL = "config.json"
 _EXPLAINED = re.compile(
     r"asked|dev|eval(uation)?|h[eo]ld(out)?|new|questions|targets|test|unseen|val(id\w*)?"

@@ -11,10 +11,10 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from trak_core.errors import InputError
 
@@ -133,6 +133,35 @@ class RowFile(Sequence[dict[str, Any]]):
         return ids
 
 
+class RowSample(tuple[Any, ...]):
+    """A sample with the row from which it was made. Pages show the row, not the model's inputs.
+
+    Attributes:
+        row: The fields of the row.
+        line: The number of the row in its file, as in ``RowFile.numbers``, or None if unknown.
+        picture: A function that reads the row's image file as a PIL image, or None.
+    """
+
+    row: Mapping[str, Any]
+    line: int | None = None
+    picture: Callable[[], Any] | None = None
+
+    @classmethod
+    def of(
+        cls, row: Mapping[str, Any], values: Iterable[Any], picture: Callable[[], Any] | None = None
+    ) -> Self:
+        """Return the sample that consists of ``values``, which were made from ``row``."""
+        sample = cls(values)
+        sample.row, sample.picture = row, picture
+        return sample
+
+    def replaced(self, values: Iterable[Any]) -> Self:
+        """Return a sample that consists of other values, but was made from the same row."""
+        sample = type(self)(values)
+        vars(sample).update(vars(self))
+        return sample
+
+
 @dataclass(frozen=True, slots=True)
 class RowSamples(Sequence[Any]):
     """A sequence of samples, which the function ``sample`` makes from rows when they are accessed.
@@ -149,9 +178,12 @@ class RowSamples(Sequence[Any]):
     def __getitem__(self, index: Any) -> Any:
         index = range(len(self))[index]
         try:
-            return self.sample(self.rows[index])
+            sample = self.sample(self.rows[index])
         except InputError as error:
             raise InputError(f"{self.rows.place(index)}: {error}", error.code) from error
+        if isinstance(sample, RowSample) and self.rows.numbers:
+            sample.line = self.rows.numbers[index]
+        return sample
 
 
 def read_rows(path: str | Path) -> RowFile:

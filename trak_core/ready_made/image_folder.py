@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trak_core.data.rows import RowFile, RowSamples, as_number, class_number, read_rows
+from trak_core.data.rows import RowFile, RowSample, RowSamples, as_number, class_number, read_rows
 from trak_core.errors import InputError, listed
 from trak_core.ready_made.ready_study import (
     ReadyStudy,
@@ -26,8 +26,10 @@ from trak_core.ready_made.ready_study import (
 from trak_core.study.sample_columns import columns_from
 
 _SUFFIXES = frozenset({
-    *(".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+    *(".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 })
+# Folders of a data set's splits, which are not classes.
+_SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing", "eval"}
 
 
 def image_folder(
@@ -74,7 +76,7 @@ def image_folder(
         )
     prepared = function_at(transform, "transform") if transform else _as_is
 
-    def sample(row: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    def sample(row: Mapping[str, Any]) -> RowSample:
         name = str(field(row, "label"))
         if name not in numbers:
             raise InputError(
@@ -106,13 +108,18 @@ def image_folder(
                     code="studies.image_frames",
                 )
             pixels = prepared(image.convert("RGB"))
+
+        def picture() -> Any:
+            with Image.open(row["path"]) as image:
+                return image.convert("RGB")
+
         if not isinstance(pixels, Tensor):
             raise InputError(
                 "study_arguments: transform must return a tensor. Found "
                 f"{type(pixels).__name__}. torch.from_numpy converts a NumPy array to a tensor.",
                 code="studies.transform",
             )
-        return pixels, torch.tensor(numbers[name])
+        return RowSample.of(row, (pixels, torch.tensor(numbers[name])), picture)
 
     def as_read(sample: tuple[Tensor, Tensor]) -> str:
         pixels, number = sample[0], int(sample[1])
@@ -218,7 +225,8 @@ def _notice_other_order(names: list[str]) -> None:
 def _rows(images: Path) -> RowFile:
     """Return a row with the path, label and id of each image in a folder or a table.
 
-    Hidden files are skipped. If other files in a folder are skipped, a notice is printed.
+    As in torchvision's ``ImageFolder``, files are images if they have one of its endings. Unlike
+    there, hidden files are skipped. If images or visible files are skipped, a notice is printed.
     """
     if images.is_dir():
         inside = [path.relative_to(images) for path in sorted(images.glob("**/*"))]
@@ -232,18 +240,35 @@ def _rows(images: Path) -> RowFile:
                 code="studies.linked_images",
             )
         relative = [p for p in shown if len(p.parts) > 1 and p.suffix.lower() in _SUFFIXES]
-        unread = sorted({p for p in shown if (images / p).is_file()} - {*relative})
+        files = {p for p in inside if p in shown or p.suffix.lower() in _SUFFIXES} - {*relative}
+        unread = sorted(path for path in files if (images / path).is_file())
         if unread:
             notice(
-                f"{len(unread)} files in {images} are not read, such as {unread[0]}. Images must "
-                "be in a subfolder for their class and have one of the endings "
-                f"{', '.join(sorted(_SUFFIXES))}."
+                f"{images} contains {'files that are' if unread[1:] else 'a file that is'} not "
+                f"read: {listed(unread)}. Images must be in a subfolder for their class, must not "
+                f"be hidden, and must have one of the endings {', '.join(sorted(_SUFFIXES))}."
             )
         if not relative:
             raise InputError(
                 f"study_arguments: {images} must contain a folder of images for each class. Found "
                 f"no image in a subfolder. Images must end in {', '.join(sorted(_SUFFIXES))}.",
                 code="studies.no_images",
+            )
+        classes = {path.parts[0] for path in relative}
+        if len(classes) > 1 and {name.lower() for name in classes} <= _SPLITS:
+            raise InputError(
+                f"study_arguments: the folders in {images} must be classes. Found "
+                f"{listed(sorted(classes))}, which are names of splits. Set `images` to the folder "
+                "of the training images, and `targets` to that of the images to explain.",
+                code="studies.splits",
+            )
+        if empty := sorted({
+            p
+            for p in shown
+            if (images / p).is_dir() and len(p.parts) == 1 and p.name not in classes
+        }):
+            notice(
+                f"{images} contains folders without images, which are no classes: {listed(empty)}."
             )
         entries = [
             {"path": str(images / path), "label": path.parts[0], "id": path.as_posix()}

@@ -1,12 +1,14 @@
 """Define the study of a model that predicts a class or a number from numeric columns of a table."""
 
+import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trak_core.data.rows import RowSamples, as_number, read_rows, shortened
+from trak_core.data.rows import RowSample, RowSamples, as_number, read_rows, shortened
 from trak_core.errors import InputError, listed
 from trak_core.ready_made.ready_study import (
     UNKNOWN_LABEL,
@@ -15,8 +17,12 @@ from trak_core.ready_made.ready_study import (
     encoder,
     field,
     function_at,
+    notice,
 )
 from trak_core.study.sample_columns import columns_from
+
+# A whole number of four to six digits with a point between thousands, and one without a point.
+_POINTED, _PLAIN = re.compile(r"[+-]?[1-9][0-9]{0,2}\.[0-9]{3}"), re.compile(r"[+-]?[0-9]{1,3}")
 
 
 def tabular(
@@ -55,6 +61,14 @@ def tabular(
     rows = read_rows(table)
     target_rows = read_rows(targets) if targets else rows
     names = list(columns or [name for name in rows[0] if name not in {label, "id"}])
+    if repeated := {name for name in names if names.count(name) > 1}:
+        raise InputError(
+            "study_arguments: columns must list each input once. Found twice: "
+            f"{listed(sorted(repeated))}.",
+            code="studies.columns",
+        )
+    for name in names:
+        _notice_thousands(name, [row.get(name) for row in rows])
     numbers = class_numbers(classes or ())
     labels = [as_number(row.get(label)) for row in rows]
     are_whole = all(isinstance(value, int) for value in labels)
@@ -79,11 +93,13 @@ def tabular(
             answer = number(row, label)
             return torch.tensor(values, dtype=torch.float64), answer if are_whole else float(answer)
         if str(field(row, label, UNKNOWN_LABEL)) not in numbers:
+            are_read = any(isinstance(name, bool) for name in classes)
+            booleans = " YAML reads yes and no as booleans, unless in quotes." if are_read else ""
             unknown = "" if str(row[label]).strip() else f" {UNKNOWN_LABEL}"
             raise InputError(
                 f"{label} must be one of the classes {listed([*numbers])}, with the same spelling. "
                 f"Found {shortened({label: row[label]})}. Correct the row, or `classes` in "
-                f"study_arguments.{unknown}",
+                f"study_arguments.{booleans}{unknown}",
                 code="studies.numbers",
             )
         return torch.tensor(values, dtype=torch.float64), numbers[str(row[label])]
@@ -97,16 +113,32 @@ def tabular(
         is_constant = deviations <= len(rows) * torch.finfo(torch.float64).eps * means.abs()
         deviations.masked_fill_(is_constant, 1.0)
 
-    def sample(row: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    @cache
+    def ends(name: str) -> tuple[float, float]:
+        values = [float(number(row, name)) for row in rows]
+        return min(values), max(values)
+
+    def asked(row: Mapping[str, Any]) -> RowSample:
+        made = sample(row)
+        for name in names:
+            low, high = ends(name)
+            if not low <= float(number(row, name)) <= high:
+                notice(
+                    f"{name} {row[name]} is outside of the range of the training rows, {low:g} to "
+                    f"{high:g}."
+                )
+        return made
+
+    def sample(row: Mapping[str, Any]) -> RowSample:
         values, answer = measured(row)
-        return ((values - means) / deviations).float(), torch.tensor(answer)
+        return RowSample.of(row, (((values - means) / deviations).float(), torch.tensor(answer)))
 
     def describe(sample: tuple[Tensor, Tensor]) -> str:
-        differences = sample[0].double() * deviations
-        # Rounding to float32 causes a relative error of up to 2^-24. Digits below it are not shown.
-        errors = (differences.abs() * 2.0**-23).clamp_min(1e-300).log10().ceil().int().tolist()
-        values = zip(names, (differences + means).tolist(), errors, strict=True)
-        return ", ".join(f"{name} {round(value, -e) + 0.0:.7g}" for name, value, e in values)
+        if not isinstance(sample, RowSample):
+            return as_read(sample)
+        # Pages of rows without ids show line numbers, because their ids are counted from 0.
+        line = "" if "id" in sample.row or sample.line is None else f"line {sample.line}: "
+        return line + ", ".join(f"{name} {sample.row[name]}" for name in names)
 
     def as_read(sample: tuple[Tensor, Tensor]) -> str:
         values = zip(names, sample[0].tolist(), strict=True)
@@ -126,7 +158,7 @@ def tabular(
         train_ids=rows.ids,
         target_data=lambda: RowSamples(target_rows, sample),
         target_ids=target_rows.ids,
-        encode=encoder(sample, rows[0], (*names, label), label if is_class else None),
+        encode=encoder(asked, rows[0], (*names, label), label if is_class else None),
         describe=describe,
         as_read=as_read,
         class_names=(lambda: [str(name) for name in classes]) if classes else None,
@@ -134,3 +166,20 @@ def tabular(
         target_columns=lambda: columns_from(target_rows, used),
         fields_read=used,
     )
+
+
+def _notice_thousands(name: str, cells: Sequence[Any]) -> None:
+    """Print a notice if points in a column of a text file could separate thousands."""
+    texts = [cell for cell in cells if isinstance(cell, str)]
+    pointed = [cell for cell in texts if "." in cell]
+    plain = [cell for cell in texts if "." not in cell]
+    if (
+        pointed
+        and plain
+        and all(map(_POINTED.fullmatch, pointed))
+        and all(map(_PLAIN.fullmatch, plain))
+    ):
+        notice(
+            f"in the column {name}, points are read as decimal points: {pointed[0]} is "
+            f"{float(pointed[0]):g}. If they separate thousands, remove them from the table."
+        )

@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 import torch
 
+from trak_core.data.rows import RowSample
 from trak_core.study.dataset_split import Split, users_code
 from trak_core.study.study import Study
 
@@ -53,7 +54,7 @@ class Picture:
 
 def are_drawn(study: Study, train: Split) -> bool:
     """Return whether the study has ``draw``, or the first training sample is an image."""
-    return study.has("draw") or _image(train.sample(0)) is not None
+    return study.has("draw") or _pixels(train.sample(0)) is not None
 
 
 def show_sample(
@@ -71,8 +72,8 @@ def show_sample(
     if study.has("draw"):
         with users_code(f"{study.path}: drawing a sample"):
             return replace(drawn(study.function("draw"), sample), text=text)
-    if draws and (image := _image(sample)) is not None:
-        return replace(_picture_of(image), text=text)
+    if draws and (pixels := _pixels(sample)) is not None:
+        return replace(_picture_of(pixels), text=text)
     return (text or "(an empty text)") if describes else printed(sample)
 
 
@@ -81,13 +82,13 @@ def sample_as_html(
 ) -> str:
     """Return a sample as HTML: a picture, a text or values. Without a study, use ``describe``."""
     if study is not None:
-        draws = study.has("draw") or _image(sample) is not None
+        draws = study.has("draw") or _pixels(sample) is not None
         shown = show_sample(study, sample_id, sample, SHORTENED, draws)
     elif describe is not None:
         shown = readable(describe(sample), SHORTENED)
     else:
-        image = _image(sample)
-        shown = printed(sample) if image is None else _picture_of(image)
+        pixels = _pixels(sample)
+        shown = printed(sample) if pixels is None else _picture_of(pixels)
     if isinstance(shown, str):
         return html.escape(shown)
     text = html.escape(shown.text)
@@ -133,6 +134,21 @@ def _image(sample: Any) -> torch.Tensor | None:
     return image if is_image and (image.is_floating_point() or image.dtype == torch.uint8) else None
 
 
+def _pixels(sample: Any) -> Any:
+    """Return a sample's image as a PIL image, or None if the sample is not an image.
+
+    It is the image in the row's file if it is known, because a transform may have changed colours.
+    """
+    if isinstance(sample, RowSample) and sample.picture is not None:
+        return sample.picture()
+    from PIL import Image  # Only pages and notebooks need PIL.
+
+    if (image := _image(sample)) is None:
+        return None
+    levels = _levels_of(image)
+    return Image.fromarray(levels[..., 0] if levels.shape[-1] == 1 else levels)
+
+
 def _levels_of(image: torch.Tensor) -> np.ndarray:
     """Return an image as uint8, channels last. If floats are not from 0 to 1, they are rescaled."""
     scale = 255 if image.dtype == torch.uint8 else 1
@@ -146,12 +162,10 @@ def _levels_of(image: torch.Tensor) -> np.ndarray:
     return np.moveaxis(np.rint(255 * shades).astype(np.uint8), 0, -1)
 
 
-def _picture_of(image: torch.Tensor) -> Picture:
-    """Return the picture of an image. It is made with PIL, 5 to 40 times as fast as matplotlib."""
-    from PIL import Image  # Only pages and notebooks need PIL.
+def _picture_of(picture: Any) -> Picture:
+    """Return a PIL image as a picture. PIL is 5 to 40 times as fast as matplotlib."""
+    from PIL import Image
 
-    levels = _levels_of(image)
-    picture = Image.fromarray(levels[..., 0] if levels.shape[-1] == 1 else levels)
     size = int(_INCHES * _DPI)
     width, height = (max(1, round(size * side / max(picture.size))) for side in picture.size)
     times = size // max(picture.size)
