@@ -210,34 +210,30 @@ def test_a_template_that_is_missing_or_refuses_is_told_of(folder):
         as_read({"messages": TURNS}, folder(other))
 
 
-@pytest.mark.parametrize(
-    "template",
-    [DATED, "{{ strftime_now('%d %b %Y') }} " + ROLES, '{{ strftime_now ( "%A" ) }} ' + ROLES],
-)
-def test_a_template_with_today_s_date_needs_one(folder, template):
-    weights = folder(template)
-    with refused("studies.chat_date", "date: '2024-07-26'"):
+# Calls of transformers' function whose result a given date can replace, and others.
+REPLACED = [
+    DATED,
+    "{{ strftime_now('%d %b %Y') }} " + ROLES,
+    '{{ strftime_now ( "%A" ) }} ' + ROLES,
+]
+COMPUTED = [
+    *("{% set f = '%Y' %}{{ strftime_now(f) }} ", "{{ strftime_now(format='%Y') }} "),
+    *("{% set now = strftime_now %}{{ now('%Y') }} ", "{{ strftime_now('%Y' + '-%m') }} "),
+]
+
+
+@pytest.mark.parametrize("template", [*REPLACED, *(call + ROLES for call in COMPUTED)])
+def test_no_template_writes_today_s_date(folder, template):
+    weights, given = folder(template), {"date": "2024-07-26"}
+    with refused("studies.chat_date", "2024-07-26"):
         as_read({"messages": TURNS}, weights)
-    known = as_read({"messages": TURNS}, weights, date="2024-07-26")
-    assert known == as_read({"messages": TURNS}, weights, date="2024-07-26")
-    assert len(known[0]) > len(WRITTEN[0])
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        *("{% set f = '%Y' %}{{ strftime_now(f) }}", "{{ strftime_now(format='%Y') }}"),
-        *("{% set now = strftime_now %}{{ now('%Y') }}", "{{ strftime_now('%Y' + '-%m') }}"),
-    ],
-)
-def test_no_call_writes_today_s_date(folder, call):
-    """Whatever way the template has to the function of transformers."""
-    weights = folder(f"{call} {ROLES}")
-    for date in (None, "2024-07-26"):
-        with refused("studies.chat_date", "strftime_now" if date else "2024-07-26"):
-            as_read({"messages": TURNS}, weights, date=date)
     with refused("studies.chat_date", "26 July"):
         as_read({"messages": TURNS}, weights, date="26 July")
+    if template in REPLACED:
+        assert len(as_read({"messages": TURNS}, weights, **given)[0]) > len(WRITTEN[0])
+    else:
+        with refused("studies.chat_date", "strftime_now"):
+            as_read({"messages": TURNS}, weights, **given)
 
 
 @pytest.mark.parametrize("text", ["red sky is", "sky is", "red red sky"])

@@ -22,7 +22,6 @@ SCHEMA = yaml.safe_load(
 )
 CAUSAL = json.dumps({"architectures": ["GPT2LMHeadModel"], "n_embd": 4})
 CLASSIFIER = json.dumps({"architectures": ["BertForSequenceClassification"]})
-ADAPTER = json.dumps({"task_type": "CAUSAL_LM", "base_model_name_or_path": "base"})
 ROWS = {"train.csv": "a,label\n1,0\n"}
 TEXTS = '{"text": "red", "id": "a"}\n{"text": "blue", "id": "b"}\n'
 
@@ -87,19 +86,6 @@ def test_a_trainer_s_folder_without_a_second_file():
     assert list(checkpoint_table(config["checkpoints"], None)) == ["run_1-12", "run_1-4"]
     assert config["study_arguments"] == {"texts": "a b/yes.jsonl", "targets": "a b/yes.jsonl"}
     assert config["experiments"] == {"asked": {"targets": ["a", "b"]}}
-
-
-@pytest.mark.parametrize(
-    ("steps", "note"),
-    [((4, 12, 100), "checkpoints of one run, of the steps 4, 12, 100"), ((), None)],
-)
-def test_the_checkpoints_in_a_trainer_s_folder_are_counted(steps, note, capsys):
-    saved = {f"run-1/checkpoint-{step}/config.json": CAUSAL for step in steps}
-    written({**saved, "run-1/config.json": CAUSAL, "train.jsonl": TEXTS})
-    printed, text = capsys.readouterr().out, Path("trak.yaml").read_text()
-    assert ("Write several checkpoints of one run" in text) == (note is None)
-    assert note is None or f"found: run-1: {note}\n" in printed
-    assert f'  run_1: "run-1"{(note and f"  # {note}") or ""}\n' in text
 
 
 @pytest.mark.parametrize("kind", ["texts", "table"])
