@@ -228,7 +228,8 @@ class Named(nn.Module):
 
 def test_parts_of_the_model_itself_are_never_mixed_up(tmp_path):
     state = Named().state_dict()
-    assert is_loaded(state, save(state, tmp_path / "a.pt"), model=Named())
+    for prefix in ("", "module.", "_orig_mod.", "module._orig_mod.", "model.net."):
+        assert is_loaded(state, save(under(prefix, state), tmp_path / "a.pt"), model=Named())
     for lacking in state:
         stored = {key: value for key, value in state.items() if key != lacking}
         path = save(stored | {f"module.module.{lacking}": state[lacking]}, tmp_path / "a.pt")
