@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from architectures import Net
+from gramians import by_autograd
 from refused import refused
 from torch import nn
 
@@ -76,19 +77,6 @@ CASES = {
 }
 
 
-def by_backward(model, batch):
-    rows, values = [], []
-    for i in range(len(batch[-1])):
-        model.zero_grad()
-        outputs = model(*(x[i : i + 1] for x in batch[:-1]))
-        logits = outputs if isinstance(outputs, torch.Tensor) else outputs.logits
-        value = CLASSIFICATION.value(logits[0], batch[-1][i])
-        value.backward()
-        rows.append({name: p.grad.clone() for name, p in model.named_parameters()})
-        values.append(value.detach())
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}, torch.stack(values)
-
-
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("method", METHODS)
 def test_the_model_is_evaluated_and_left_as_it_was(method, training):
@@ -101,7 +89,7 @@ def test_the_model_is_evaluated_and_left_as_it_was(method, training):
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     assert all(module.training == training for module in model.modules())
-    _, values = by_backward(model.eval(), batch)
+    _, values = by_autograd(model, CLASSIFICATION, batch[:-1], batch[-1])
     torch.testing.assert_close(result.outputs, values)
 
 
@@ -139,7 +127,7 @@ def test_what_one_pass_cannot_take_goes_one_by_one(method, monkeypatch, capsys):
     said = "it cannot tell samples apart in these operations: MkldnnRnnLayer"
     assert said in capsys.readouterr().out
     result = formed(method, model, batch)
-    expected, values = by_backward(model, batch)
+    expected, values = by_autograd(model, CLASSIFICATION, batch[:-1], batch[-1])
     torch.testing.assert_close(result.outputs, values)
     torch.testing.assert_close(result.gradients, expected)
 
@@ -176,7 +164,7 @@ def test_experts_by_grouped_products(capsys):
     model, batch = linear(grouped, **parts), classified(torch.randn(5, 6, 4))
     assert chosen(model, batch) is gradients_at_once
     assert not capsys.readouterr().out
-    expected, _ = by_backward(model, batch)
+    expected, _ = by_autograd(model, CLASSIFICATION, batch[:-1], batch[-1])
     for method in (gradients_at_once, gradients_in_turn):
         torch.testing.assert_close(
             formed(method, model, batch).gradients, expected, rtol=1e-4, atol=1e-5
@@ -363,7 +351,7 @@ def test_plain_autograd_decides_where_ways_disagree(name, capsys):
     assert all(words in notice for words in said), notice
     if method is gradients_one_by_one:
         found = formed_gradients(method, *given).gradients
-        torch.testing.assert_close(found, by_backward(model, (images, labels))[0])
+        torch.testing.assert_close(found, by_autograd(model, CLASSIFICATION, [images], labels)[0])
 
 
 def test_one_pass_of_a_sample_alone_is_compared_too(monkeypatch, capsys):

@@ -206,21 +206,6 @@ def test_the_longest_of_several_texts_is_used_with_a_comment(capsys):
     assert f'text: "{{body}}"  # {comment}\n' in Path("trak.yaml").read_text()
 
 
-def test_images_and_state_dicts(capsys):
-    names = [f"{name}/{i}.png" for name in ("a", "b") for i in range(3)]
-    images = {f"{half}/{name}": "" for half in ("train", "held-out") for name in names}
-    config = written({**images, "run1.pt": "", "models/run1.pt": ""})
-    assert config["study"] == "image_folder"
-    assert config["study_arguments"]["images"] == "train"
-    assert config["study_arguments"]["targets"] == "held-out"
-    assert config["checkpoints"] == {"run1_0": "models/run1.pt", "run1_1": "run1.pt"}
-    assert config["experiments"] == {"asked": {"targets": "all"}}
-    printed, text = capsys.readouterr().out, Path("trak.yaml").read_text()
-    for key, value in (("model", "nets.py:net"), ("transform", None)):
-        (told,) = re.findall(f"check: {key}: (.*)\n", printed)
-        assert f"  {key}: {json.dumps(value)}  # {told}\n" in text
-
-
 @pytest.mark.parametrize(
     "held_out", ["holdout", "hold_out", "hold-out", "HoldOut", "heldout", "held out", "unseen"]
 )
