@@ -303,7 +303,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_refused(suffix, tmp_p
         load_checkpoint(model, path)
 
 
-class Net(nn.Module):
+class Tied(nn.Module):
     """Tied weights, counts and buffers."""
 
     def __init__(self):
@@ -317,7 +317,7 @@ class Net(nn.Module):
 
 def seeded():
     torch.manual_seed(3)
-    return Net()
+    return Tied()
 
 
 def saved(folder, dtype=torch.float32, prefix="", **changed):
@@ -341,7 +341,7 @@ def test_weights_are_read_into_the_model_itself(tmp_path, dtype, prefix, monkeyp
     """Those of tied parameters are needed once."""
     state = saved(tmp_path, dtype, prefix)
     monkeypatch.delattr("trak_core.study.load_checkpoint.load_state_dict")
-    model = Net()
+    model = Tied()
     places = {key: value.data_ptr() for key, value in model.state_dict().items()}
     digests = load_checkpoint(model, tmp_path)
     assert digests == {"sha256": read_state_dict(tmp_path)[1]}
@@ -371,19 +371,19 @@ def test_one_number_that_is_not_finite_is_found(dtype):
 def test_what_is_wrong_with_streamed_weights_is_refused(tmp_path):
     saved(tmp_path, **{"layers.0.bias": torch.tensor([1.0, torch.nan, 1, 1])})
     with refused("study.checkpoint_finite", "layers.0.bias"):
-        load_checkpoint(Net(), tmp_path)
-    state = Net().state_dict()
+        load_checkpoint(Tied(), tmp_path)
+    state = Tied().state_dict()
     state["head.weight"] = state["head.weight"] + 1
     save(state, tmp_path / "a.safetensors")
     with refused("study.checkpoint_tied", "embedding.weight, head.weight"):
-        load_checkpoint(Net(), tmp_path / "a.safetensors")
+        load_checkpoint(Tied(), tmp_path / "a.safetensors")
     state["head.weight"] = state["embedding.weight"].clone()
     save(state, tmp_path / "a.safetensors")
-    load_checkpoint(model := Net(), tmp_path / "a.safetensors")
+    load_checkpoint(model := Tied(), tmp_path / "a.safetensors")
     assert torch.equal(model.head.weight, state["head.weight"])
 
 
-class Halved(Net):
+class Halved(Tied):
     def load_state_dict(self, state, *args, **kwargs):
         return super().load_state_dict({k: v / 2 for k, v in state.items()}, *args, **kwargs)
 
