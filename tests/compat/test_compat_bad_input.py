@@ -89,30 +89,25 @@ def test_a_model_id_stands_for_one_checkpoint(loaded, tmp_path):
         loaded.start_scoring_checkpoint("mine", OTHER, 0, M)
 
 
+ALL = {"num_samples": N}
+
+
 @pytest.mark.parametrize(
-    ("where", "code", "value"),
+    ("batch", "where", "code", "value"),
     [
-        ({"num_samples": N - 1}, "compat.positions", re.compile(r"39: .*7 and 31 more")),
-        ({"num_samples": -2}, "compat.positions", "40"),
-        ({"inds": np.arange(N) + 1}, "compat.positions", re.compile(r"40: 1, .*")),
-        ({"inds": np.arange(N) - 1}, "compat.positions", re.compile(r"40: -1, .*")),
-        ({"inds": [0] * N}, "compat.positions", re.compile(r"40: 0, 0.*")),
-        ({}, "compat.inds_or_num_samples", "neither"),
+        (TRAIN, {"num_samples": N - 1}, "compat.positions", re.compile(r"39: .*7 and 31 more")),
+        (TRAIN, {"num_samples": -2}, "compat.positions", "40"),
+        (TRAIN, {"inds": np.arange(N) + 1}, "compat.positions", re.compile(r"40: 1, .*")),
+        (TRAIN, {"inds": np.arange(N) - 1}, "compat.positions", re.compile(r"40: -1, .*")),
+        (TRAIN, {"inds": [0] * N}, "compat.positions", re.compile(r"40: 0, 0.*")),
+        (TRAIN, {}, "compat.inds_or_num_samples", "neither"),
+        (TRAIN[:1], ALL, "gradients.sample_form", "a tuple of 1"),
+        ((TRAIN[0] / 0, TRAIN[1]), ALL, "gradients.not_finite", "samples 0, 1"),
     ],
 )
-def test_positions_of_a_batch(where, code, value, loaded):
+def test_batches_and_positions_that_do_not_fit(batch, where, code, value, loaded):
     with refused(code, value):
-        loaded.featurize(TRAIN, **where)
-    assert not loaded.saver.current_store["is_featurized"].any()
-
-
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [((TRAIN[0],), "a tuple of 1"), ((TRAIN[0] / 0, TRAIN[1]), "samples 0, 1,")],
-)
-def test_batches_that_do_not_fit_the_model(batch, message, loaded):
-    with pytest.raises(InputError, match=re.compile(message, re.S)):
-        loaded.featurize(batch, num_samples=N)
+        loaded.featurize(batch, **where)
     assert not loaded.saver.current_store["is_featurized"].any()
 
 

@@ -68,19 +68,6 @@ def test_clip_needs_embeddings(tmp_path, monkeypatch):
         traker.featurize((torch.randn(4, 6), torch.randn(4, 5)), num_samples=4)
 
 
-def test_bert_of_transformers(tmp_path):
-    def batch(n):
-        ids, mask = models.texts(n, seed=n)
-        return ids, models.classes(*ids.shape, n_classes=2), mask, models.classes(n, seed=n)
-
-    model = models.bert()
-    given = {"task": "text_classification", "proj_dim": 8}
-    data = batch(24), batch(3)
-    traker, scores = walk(model, [model.state_dict()], *data, save_dir=tmp_path, batch=12, **given)
-    assert np.isfinite(scores).all()
-    assert traker.num_params_for_grad == sum(p.numel() for p in model.parameters())
-
-
 class NextToken(AbstractModelOutput):
     """A user-defined model output, as the documentation of the original suggests."""
 

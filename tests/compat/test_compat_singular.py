@@ -77,24 +77,6 @@ def test_finite_features_of_any_size_give_finite_scores(size):
     assert scores.any() == (size > 0)
 
 
-@pytest.mark.parametrize(("n", "half"), [(1, False), (5, True), (20, False)])
-def test_a_few_samples_and_many_dimensions(n, half, tmp_path):
-    with singular(n, 512, n):
-        given = {"save_dir": tmp_path, "proj_dim": 512, "use_half_precision": half}
-        traker, scores = walk(Net(), STATES, images(n), TARGETS, **given)
-    assert scores.shape == (n, M)
-    expected, weights = [], []
-    for model_id in range(len(STATES)):
-        traker.saver.load_current_store(model_id)
-        traker.saver.load_current_store(model_id, "mine", M)
-        store = traker.saver.current_store
-        g, t = (np.array(store[key], dtype=np.float64) for key in ("grads", "mine_grads"))
-        expected.append(oracle(g, t))
-        weights.append(np.array(store["out_to_loss"], dtype=np.float64))
-    tolerance = 2e-3 if half else 1e-5
-    close(np.array(scores), np.mean(expected, axis=0) * np.mean(weights, axis=0), tolerance)
-
-
 @pytest.mark.parametrize("half", [False, True])
 def test_more_dimensions_than_parameters(half, tmp_path):
     """The rank is the number of parameters, even if float16 rounding raises that of the rows.

@@ -4,21 +4,15 @@ import numpy as np
 import pytest
 import torch
 from architectures import Net, linear
-from gramians import gramian_of
+from gramians import by_autograd, gramian_of
 from torch import nn
 
 from trak_core.attribution.solve import DampedGramian
-from trak_core.gradients import formed_gradients, gradients_one_by_one, select_parameters
+from trak_core.gradients import select_parameters
 from trak_core.model_outputs.clip import contrast
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.model_output import IGNORED
 from trak_core.model_outputs.supervised import SEGMENTATION
-
-
-def jacobian(model, parameters, output, samples):
-    blocks = formed_gradients(gradients_one_by_one, model, parameters, output, samples).gradients
-    return torch.cat([block.flatten(1) for block in blocks.values()], dim=1).numpy()
-
 
 WRITER = {
     "embedding": lambda: nn.Embedding(5, 4),
@@ -65,8 +59,10 @@ def test_one_backward_pass_serves_every_model_output(kind, one_pass_only):
     model = make().eval().double()
     samples = [x.double() if x.is_floating_point() else x for x in draw()]
     parameters = select_parameters(model, None)
-    j = jacobian(model, parameters, output, samples)
-    gramian = gramian_of(model, parameters, output, samples).numpy()
+    *inputs, labels = samples if output.has_labels else (*samples, None)
+    gradients, _ = by_autograd(model, output, inputs, labels)
+    j = torch.cat([rows.flatten(1) for rows in gradients.values()], dim=1)
+    gramian = gramian_of(model, parameters, output, samples)
     np.testing.assert_allclose(gramian, j @ j.T, rtol=1e-9, atol=1e-12)
 
 

@@ -125,7 +125,6 @@ def test_jobs_on_this_machine_are_forks_with_the_imports_of_the_study(here, call
     for words in (["--profile=slurm"], ["--executor", "slurm"]):
         run("mine.yaml", words)
         assert "--executor=forks" not in called[-1]
-    with monkeypatch.context() as elsewhere:
-        elsewhere.setenv("SNAKEMAKE_PROFILE", "slurm")
-        run("mine.yaml", [])
-        assert "--executor=forks" not in called[-1]
+    monkeypatch.setenv("SNAKEMAKE_PROFILE", "slurm")
+    run("mine.yaml", [])
+    assert "--executor=forks" not in called[-1]

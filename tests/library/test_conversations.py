@@ -8,6 +8,7 @@ import torch
 from refused import refused
 
 from trak_core.ready_made.language_model import language_model
+from trak_core.ready_made.ready_study import decoded_tokens
 from trak_core.ready_made.text_classification import text_classification
 
 transformers = pytest.importorskip("transformers", reason="with the extra `test`")
@@ -210,34 +211,30 @@ def test_a_template_that_is_missing_or_refuses_is_told_of(folder):
         as_read({"messages": TURNS}, folder(other))
 
 
-@pytest.mark.parametrize(
-    "template",
-    [DATED, "{{ strftime_now('%d %b %Y') }} " + ROLES, '{{ strftime_now ( "%A" ) }} ' + ROLES],
-)
-def test_a_template_with_today_s_date_needs_one(folder, template):
-    weights = folder(template)
-    with refused("studies.chat_date", "date: '2024-07-26'"):
+# Calls of transformers' function whose result a given date can replace, and others.
+REPLACED = [
+    DATED,
+    "{{ strftime_now('%d %b %Y') }} " + ROLES,
+    '{{ strftime_now ( "%A" ) }} ' + ROLES,
+]
+COMPUTED = [
+    *("{% set f = '%Y' %}{{ strftime_now(f) }} ", "{{ strftime_now(format='%Y') }} "),
+    *("{% set now = strftime_now %}{{ now('%Y') }} ", "{{ strftime_now('%Y' + '-%m') }} "),
+]
+
+
+@pytest.mark.parametrize("template", [*REPLACED, *(call + ROLES for call in COMPUTED)])
+def test_no_template_writes_today_s_date(folder, template):
+    weights, given = folder(template), {"date": "2024-07-26"}
+    with refused("studies.chat_date", "2024-07-26"):
         as_read({"messages": TURNS}, weights)
-    known = as_read({"messages": TURNS}, weights, date="2024-07-26")
-    assert known == as_read({"messages": TURNS}, weights, date="2024-07-26")
-    assert len(known[0]) > len(WRITTEN[0])
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        *("{% set f = '%Y' %}{{ strftime_now(f) }}", "{{ strftime_now(format='%Y') }}"),
-        *("{% set now = strftime_now %}{{ now('%Y') }}", "{{ strftime_now('%Y' + '-%m') }}"),
-    ],
-)
-def test_no_call_writes_today_s_date(folder, call):
-    """Whatever way the template has to the function of transformers."""
-    weights = folder(f"{call} {ROLES}")
-    for date in (None, "2024-07-26"):
-        with refused("studies.chat_date", "strftime_now" if date else "2024-07-26"):
-            as_read({"messages": TURNS}, weights, date=date)
     with refused("studies.chat_date", "26 July"):
         as_read({"messages": TURNS}, weights, date="26 July")
+    if template in REPLACED:
+        assert len(as_read({"messages": TURNS}, weights, **given)[0]) > len(WRITTEN[0])
+    else:
+        with refused("studies.chat_date", "strftime_now"):
+            as_read({"messages": TURNS}, weights, **given)
 
 
 @pytest.mark.parametrize("text", ["red sky is", "sky is", "red red sky"])
@@ -301,3 +298,49 @@ def test_what_the_model_reads_is_shown_with_its_special_tokens(folder, tmp_path)
     )
     assert study.as_read(study.train_data()[0]) == "'what is', then the text to explain: 'red sun'"
     assert study.describe(study.train_data()[0]) == "prompt: what is\nanswer: red"
+
+
+def tokenizer_of(kind):
+    models, decoders, before = tokenizers.models, tokenizers.decoders, tokenizers.pre_tokenizers
+    if kind == "words":
+        return tokenizer()
+    if kind == "pieces":  # BERT's
+        words = ["[UNK]", "the", "sky", "vot", "##ing", "don", "'", "t", "."]
+        made = models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
+        splits, decoder = before.BertPreTokenizer(), decoders.WordPiece()
+    elif kind == "bytes":  # GPT-2's
+        merges = [("Ġ", "t"), ("s", "k"), ("sk", "y"), ("ð", "Ł")]
+        words = [*sorted(before.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
+        made = models.BPE({token: i for i, token in enumerate(words)}, merges)
+        splits, decoder = before.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    else:  # Llama's
+        words = ["<unk>", "▁the", "▁sky", "▁", "vot", "ing", *(f"<0x{i:02X}>" for i in range(256))]
+        made = models.Unigram([(word, -1.0) for word in words], 0, True)
+        steps = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()
+        decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+        splits = before.Metaspace()
+    core = tokenizers.Tokenizer(made)
+    core.pre_tokenizer, core.decoder = splits, decoder
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=core)
+
+
+SHOWN = {
+    "words": ("the sky is", ["the", " sky", " is"]),
+    "pieces": ("the voting sky.", ["the", " vot", "ing", " sky", "."]),
+    "bytes": ("sky the 🌍", ["sky", " t", "h", "e", " ", "", "", "🌍"]),
+    "spaces": ("the sky é voting", ["the", " sky", " ", "", "é", " ", "vot", "ing"]),
+}
+
+
+@pytest.mark.parametrize("kind", SHOWN)
+def test_tokens_show_what_they_add_to_the_text(kind):
+    made = tokenizer_of(kind)
+    text, shown = SHOWN[kind]
+    assert decoded_tokens(made, made(text)["input_ids"]) == shown
+    # A text cut within a character, and one with the replacement character.
+    rest = {"bytes": "\N{REPLACEMENT CHARACTER} sky 🌍🌍", "pieces": "don't . the"}.get(kind, text)
+    given = made(rest)["input_ids"]
+    for n in range(len(given) + 1):
+        texts = decoded_tokens(made, given[:n])
+        whole = made.decode(given[:n], clean_up_tokenization_spaces=False)
+        assert (len(texts), "".join(texts)) == (n, whole)

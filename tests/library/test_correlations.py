@@ -1,10 +1,13 @@
-"""Rank correlations, intervals and noise ceiling agree with SciPy and plain loops."""
+"""Rank correlations, intervals, noise ceiling and BM25 agree with SciPy and plain loops."""
+
+from math import log
 
 import numpy as np
 import pytest
 from scipy import stats
 from scipy.stats import spearmanr
 
+from trak_core.evaluation.baselines import bm25_scores
 from trak_core.evaluation.intervals import CONFIDENCE, Chance, expanded, interval, mean_interval
 from trak_core.evaluation.lds import bootstrap, noise_ceiling, rank_correlations
 from trak_core.study.retraining_draws import random_removal, random_subset, training_seed
@@ -127,3 +130,24 @@ def test_expanded_intervals_stay_asymmetric():
     np.testing.assert_allclose([low[0], high[0]], ends[:, 0], rtol=1e-6)
     factor = stats.t.ppf(0.975, 4) / stats.norm.ppf(0.975)
     np.testing.assert_allclose([low[1], high[1]], 1 + (ends[:, 1] - 1) * factor, rtol=1e-6)
+
+
+def test_bm25_is_its_formula():
+    rng = np.random.default_rng(1)
+    drawn = [rng.choice([*"abcdefgh"], size, p=np.arange(1, 9) / 36) for size in (*range(30), 400)]
+    texts = [own.tolist() for own in drawn]
+    texts[0] = []
+    mean = np.mean([len(text) for text in texts])
+    for query in ([*"abba"], [*"hgh", "nowhere"], []):
+        expected = []
+        for text in texts:
+            score = 0
+            for word in set(query):
+                n = sum(word in other for other in texts)
+                times = text.count(word)
+                rare = log(1 + (len(texts) - n + 0.5) / (n + 0.5))
+                length = 1.2 * (1 - 0.75 + 0.75 * len(text) / mean)
+                score += rare * times * (1.2 + 1) / (times + length)
+            expected.append(score)
+        np.testing.assert_allclose(next(bm25_scores(texts, [query])), expected, rtol=1e-12)
+    assert next(bm25_scores([[], []], [["a"]])).tolist() == [0, 0]

@@ -86,10 +86,7 @@ def test_a_model_of_transformers_with_code_beside_it_is_taken_without(study, fil
     ],
 )
 def test_an_adapter_on_a_quantized_base(about, folder, tmp_path):
-    (adapter := tmp_path / "adapter").mkdir()
-    settings = {"peft_type": "LORA", "r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True}
-    settings |= {"base_model_name_or_path": str(folder), "task_type": "CAUSAL_LM"}
-    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    adapter = few_words.adapter(tmp_path / "adapter", str(folder))
     assert made(language_model, adapter)
     if about is None:
         (folder / (told := "quantize_config.json")).write_text("{}")  # AutoGPTQ's

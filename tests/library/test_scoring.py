@@ -1,14 +1,14 @@
-"""Scores and normal matrices from features, block by block, against dense NumPy in float64."""
+"""Scores and normal matrices from features, block by block, against dense NumPy in float64.
+
+Sums of scores over subsets, from features, equal sums of a matrix of scores.
+"""
 
 import re
 
-import h5py
 import numpy as np
 import pytest
-import torch
 from refused import refused
 
-from trak_core import Attributor
 from trak_core.attribution.score_formulas import combined, largest, most_frequent, unit_rows
 from trak_core.attribution.solve import (
     DampedGramian,
@@ -19,7 +19,8 @@ from trak_core.attribution.solve import (
     train_norm,
     weighted_gramians,
 )
-from trak_core.settings import Combine
+from trak_core.evaluation.subset_sums import CheckpointRows, average_weights, setting_sums
+from trak_core.settings import Combine, Setting
 
 RNG = np.random.default_rng(0)
 
@@ -129,9 +130,10 @@ def test_sums_are_float64():
 
 # Whatever the order of magnitude of features and loss weights.
 @pytest.mark.parametrize("scale", [1, 1e-12, 1e12])
-@pytest.mark.parametrize("power", [1, 0.75])
-def test_the_train_norm_is_that_of_the_dense_matrix(power, scale):
-    phi, rng = scale * rows().astype(np.float64), np.random.default_rng(3)
+@pytest.mark.parametrize(("power", "k"), [(1, 7), (0.75, 7), (0.75, 39), (1, 40), (0.75, 64)])
+def test_the_train_norm_is_that_of_the_dense_matrix(power, k, scale):
+    """Also if the normal matrix has more rows than there are training samples."""
+    phi, rng = scale * rows(k=k).astype(np.float64), np.random.default_rng(3)
     q, w = rng.standard_normal(40), rng.random(40)
     weighted = np.abs(q) ** (2 * power)
     normal, weighted, plain = weighted_gramians([(phi, [w, weighted, np.ones(40)])])
@@ -140,7 +142,7 @@ def test_the_train_norm_is_that_of_the_dense_matrix(power, scale):
     for damping in (0.1, 2):
         ridge = damping * mean_squared_norm(normal, 40)
         scores = np.abs(q)[:, None] ** power * (
-            phi @ np.linalg.solve(phi.T @ (w[:, None] * phi) + ridge * np.eye(7), phi.T)
+            phi @ np.linalg.solve(phi.T @ (w[:, None] * phi) + ridge * np.eye(k), phi.T)
         )
         norm = train_norm(spectrum.eigenvalues, products, ridge)
         np.testing.assert_allclose(norm, np.linalg.norm(scores), rtol=1e-10)
@@ -181,27 +183,41 @@ def test_singular_matrices_are_refused():
             DampedGramian.factorize(gramian, weights, damping)
 
 
-@pytest.mark.parametrize("weighting", ["plain", "curvature"])
-@pytest.mark.parametrize("k", [8, 20, 39, 40, 64])
-def test_the_stored_spectrum_gives_the_norm_for_any_damping(tmp_path, k, weighting):
-    """Also if the normal matrix has more rows than there are training samples."""
-    train = torch.randn(20, 6), torch.arange(20) % 3
-    model = torch.nn.Linear(6, 3)
-    given = {"a": {"path": model.state_dict(), "run": "run", "at": 1}}
-    settings = {"proj_dim": k, "weighting": weighting, "combine": "unit_average"}
-    attributor = Attributor(model, "image_classification", given, **settings)
-    attributor.fit(train, tmp_path)
-    power = attributor.settings.loss_weight_power
-    with h5py.File(tmp_path / "features/a/train.h5") as file:
-        phi, q = (file[key][:].astype(float) for key in ("features/block0_values", "loss_weights"))
-        w = file["curvature"][:] ** power if weighting == "curvature" else np.ones(20)
-    normal = phi.T @ np.diag(w) @ phi
-    with h5py.File(tmp_path / "normal_matrix/a.h5") as file:
-        assert np.allclose(file["normal_matrix/block0_values"], normal)
-        eigenvalues, products = file["eigenvalues"][:], file["norm_products/block0_values"][:]
-        ends = [file[f"{name}_eigenvalue"][()] for name in ("smallest", "largest")]
-    expected = np.linalg.eigvalsh(normal)
-    assert np.allclose(ends, expected[[0, -1]], atol=1e-6 * expected[-1])
-    for ridge in (0.1 * expected[-1], expected[-1]):
-        b = np.abs(q)[:, None] ** power * (phi @ np.linalg.inv(normal + ridge * np.eye(k)) @ phi.T)
-        assert np.isclose(train_norm(eigenvalues, products, ridge), np.linalg.norm(b))
+N, K, M, S = 90, 24, 5, 11
+PHI = RNG.standard_normal((N, K)).astype(np.float32)
+TARGETS = RNG.standard_normal((M, K))
+MASKS = (RNG.random((S, N)) < 0.5).astype(float)
+WEIGHTS = RNG.random(N)
+
+
+@pytest.mark.parametrize("dim", [K, 7])
+@pytest.mark.parametrize("is_given", [False, True])
+@pytest.mark.parametrize("combine", list(Combine))
+def test_sums_of_settings_are_sums_of_scores(combine, is_given, dim):
+    """The normal matrix is that of the features, or another one that is given."""
+    q, power, curvature = WEIGHTS, 0.75, np.linspace(0.1, 1, N)
+    rows = RNG.standard_normal((3 * K, K))
+    settings = [
+        Setting(damping=damping, loss_weight_power=power, combine=combine, proj_dim=dim)
+        for damping in (0.1, 3)
+    ]
+    own = {power: curvature}, lambda start, stop: PHI[start:stop]
+    checkpoint = CheckpointRows(q, *own, TARGETS, 13, rows.T @ rows if is_given else None)
+    sums = setting_sums(MASKS, settings, average_weights(settings, [q]), checkpoint)
+    phi = PHI[:, :dim].astype(float)
+    normal = (rows.T @ rows)[:dim, :dim] if is_given else phi.T @ (curvature[:, None] * phi)
+    for setting in settings:
+        ridge = setting.damping * np.trace(normal) / N
+        inverse = np.linalg.inv(normal + ridge * np.eye(dim))
+        scores = q[:, None] ** power * (phi @ inverse @ TARGETS[:, :dim].T)
+        if combine is Combine.UNIT_AVERAGE:
+            scores /= np.linalg.norm(q[:, None] ** power * (phi @ inverse @ phi.T))
+        np.testing.assert_allclose(sums[setting], MASKS @ scores, rtol=1e-8)
+
+
+def test_squares_are_the_diagonal_of_the_scores():
+    (matrix,) = weighted_gramians([(PHI, [np.ones(N)])])
+    ridge = mean_squared_norm(matrix, N)
+    squares = DampedMatrix.factorize(matrix, ridge).squares(PHI)
+    expected = np.diagonal(PHI @ np.linalg.inv(matrix + ridge * np.eye(K)) @ PHI.T)
+    assert np.abs(squares - expected).max() < 1e-6 * expected.max()

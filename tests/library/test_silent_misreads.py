@@ -5,6 +5,7 @@ import re
 from base64 import b64decode
 from io import BytesIO
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pandas as pd
@@ -21,10 +22,12 @@ from trak_core.ready_made.conversations import messages_in
 from trak_core.ready_made.image_folder import image_folder
 from trak_core.ready_made.tabular import tabular
 from trak_core.settings import TRAIN
+from trak_core.study.as_read import lacking, lines_as_read
 from trak_core.study.dataset_split import Split, with_label
 from trak_core.study.given_data import split_of_data
 from trak_core.study.sample_columns import short_columns
 from trak_core.study.show_samples import sample_as_html
+from trak_core.study.study import Study
 
 NET = "from torch import nn\n\ndef net(n=2):\n    return nn.Linear(2, n)\n"
 DATA = TensorDataset(torch.arange(12.0).view(6, 2), torch.arange(6))
@@ -264,3 +267,67 @@ def test_classes_that_timm_orders_otherwise(folders, tmp_path, capsys):
     assert "as in torchvision's ImageFolder. In timm's ImageDataset, class" in told
     image_folder(str(tmp_path / "images"), "net.py:net", classes=folders)
     assert not capsys.readouterr().err
+
+
+SYSTEM, END = ["you", "are", "kind", ".", "ask", ":"], "</s>"
+WORDS = [*SYSTEM, END, *"abcdefghijklmnop"]
+
+
+@pytest.fixture
+def study():
+    module = ModuleType("own")
+    module.as_read = lambda sample: " ".join(WORDS[i] for i in sample["input_ids"])
+    module.token_texts = lambda sample: [f"{WORDS[i]} " for i in sample["input_ids"]]
+    return Study(Path("own.py"), module)
+
+
+def split_of(*texts):
+    samples = [{"input_ids": [WORDS.index(word) for word in text]} for text in texts]
+    return Split(samples, [*range(len(texts))])
+
+
+def trained_texts(n=20, first=SYSTEM, last=(END,)):
+    letters = WORDS[-16:]
+    return split_of(*([*first, letters[i % 16], letters[-i % 5], *last] for i in range(n)))
+
+
+def test_first_and_last_tokens_that_training_samples_share(study):
+    train, whole = trained_texts(), " ".join([*SYSTEM, ""])
+    for asked, differs in (
+        ([*SYSTEM, "b", END], {}),
+        ([*SYSTEM, "b", "c"], {"end with": f"{END} "}),
+        (["b", END], {"begin with": whole}),
+        ([*SYSTEM[:3], "b"], {"begin with": whole, "end with": f"{END} "}),
+        (SYSTEM[:2], {"begin with": whole, "end with": f"{END} "}),
+        (["a", *SYSTEM, END], {"begin with": whole}),
+    ):
+        assert lacking(study, train, split_of(asked)) == differs
+    ends = lacking(study, trained_texts(last=[".", END]), split_of([*SYSTEM, "b"]))
+    assert ends == {"end with": f". {END} "}
+    line, notice = lines_as_read(study, split_of([*SYSTEM, "b"]), "The first asked sample", train)
+    assert line == "The first asked sample, 0, as the model reads it: you are kind . ask : b"
+    assert notice.startswith(f"Notice: training samples end with '{END} ', but this sample does")
+    assert len(lines_as_read(study, train, "The first training sample", train)) == 1
+
+
+def test_padding_is_no_part_of_a_format(study):
+    padded, masks = trained_texts(), ([0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0], [1] * 10)
+    for sample in padded.samples:
+        sample |= {"input_ids": [9, *sample["input_ids"], 9], "attention_mask": masks[0]}
+    asked = split_of([*SYSTEM, "b", "c", END, END])
+    asked.samples[0]["attention_mask"] = masks[1]
+    assert lacking(study, padded, asked) == {}
+    assert [*lacking(study, padded, split_of(["b", END])).values()] == [" ".join([*SYSTEM, ""])]
+
+
+def test_nothing_is_said_without_eight_different_samples_that_agree(study):
+    for train in (
+        trained_texts(7),
+        split_of(*[[*SYSTEM, "b", END]] * 30),
+        split_of(*([word, word] for word in WORDS)),
+    ):
+        assert lacking(study, train, split_of(["b"])) == {}
+    assert lacking(study, trained_texts(8), split_of(["b"])).keys() == {"begin with", "end with"}
+    own = Study(Path("own.py"), ModuleType("own"))
+    assert lines_as_read(own, split_of(["b"]), "The first", trained_texts()) == []
+    assert lacking(own, Split([(1, 2)] * 20, [*range(20)]), Split([(1, 2)], [0])) == {}

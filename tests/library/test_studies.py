@@ -131,11 +131,7 @@ def test_a_trainer_s_folder_and_an_adapter(weights, tmp_path):
         tokenizer().save_pretrained(weights)
     study = language_model(file, str(tmp_path / "trainer"))
     assert study.make_model().config.n_embd == small.gpt2().config.n_embd
-    (adapter := tmp_path / "adapter").mkdir()
-    settings = {"peft_type": "LORA", "r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True}
-    settings |= {"base_model_name_or_path": str(weights), "task_type": "CAUSAL_LM"}
-    settings["inference_mode"] = True
-    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    adapter = few_words.adapter(tmp_path / "adapter", str(weights))
     model = language_model(file, str(adapter)).make_model()
     trained = {name.split(".")[-3] for name, p in model.named_parameters() if p.requires_grad}
     assert trained == {"lora_A", "lora_B"}
@@ -149,8 +145,6 @@ def test_a_trainer_s_folder_and_an_adapter(weights, tmp_path):
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers', by peft
 def test_an_adapter_s_base_is_found_without_network(weights, tmp_path, monkeypatch):
     file = write(tmp_path / "train.jsonl", [{"text": "sky"}])
-    adapter = tmp_path / "deep/adapter"
-    adapter.mkdir(parents=True)
     # As the hub's cache has a model.
     cache = tmp_path / "hub/models--people--base"
     shutil.copytree(weights, cache / "snapshots/abc")
@@ -162,15 +156,13 @@ def test_an_adapter_s_base_is_found_without_network(weights, tmp_path, monkeypat
     monkeypatch.setattr(socket, "getaddrinfo", lambda *given, **_: asked_network.append(given))
 
     def made(base):
-        settings = {"peft_type": "LORA", "r": 2, "target_modules": ["c_attn"]}
-        settings |= {"base_model_name_or_path": base, "fan_in_fan_out": True}
-        (adapter / "adapter_config.json").write_text(json.dumps(settings))
+        adapter = few_words.adapter(tmp_path / "deep/adapter", base)
         return language_model(file, str(adapter)).make_model()
 
     for base in ("../../out", "out", str(weights), "people/base"):
         assert torch.equal(made(base).get_input_embeddings().weight, saved)
     for base in ("gone", "people/gone", "../gone/base", "/gone/base"):
-        with refused("studies.adapter_base", adapter, tmp_path, f"Found {base}"):
+        with refused("studies.adapter_base", tmp_path / "deep/adapter", tmp_path, f"Found {base}"):
             made(base)
     assert asked_network == []
 
@@ -272,26 +264,17 @@ def test_what_a_line_lacks_is_said(weights, tmp_path):
     table = tabular("rows.csv", "kind", "nets.py:net")
     with refused("studies.line", "b, kind", '{"a": "1", "b": "2", "kind": "0"}'):
         table.encode(a=1)
-    columns = [f"x{i:02}" for i in range(23)]
-    wide = ",".join([*columns, "kind"]) + "\n" + "1," * 23
-    (tmp_path / "rows.csv").write_text(f"{wide}paid\n{wide.splitlines()[1]}due\n")
+    (tmp_path / "rows.csv").write_text("a,b,kind\n1,2,paid\n1,2,due\n")
     table = tabular("rows.csv", "kind", "nets.py:net", classes=["paid", "due"])
-    row = dict.fromkeys(columns, 1)
     unknown = "If the label of a row to explain is unknown, write the class to explain"
     with refused("studies.line", "Found no field kind in", unknown):
-        table.encode(**row)
-    del row["x07"]
-    with refused("studies.line", "Found no field x07 in") as caught:
-        table.encode(**row, kind="paid")
-    assert "unknown" not in str(caught.value)
+        table.encode(a=1, b=2)
     for cell in ("Paid", "paid ", "", "0"):
         with refused("studies.numbers", f'{{"kind": "{cell}"}}', "paid, due") as caught:
-            table.encode(**dict.fromkeys(columns, 1), kind=cell)
-        assert not re.search(r"x[0-9]", str(caught.value))
+            table.encode(a=1, b=2, kind=cell)
         assert (unknown in str(caught.value)) == (cell == "")
-    with refused("studies.numbers", '{"x07": "1,5"}') as caught:
-        table.encode(**{**row, "x07": "1,5"}, kind="paid")
-    assert not re.search(r"kind|x0[^7]", str(caught.value))
+    with refused("studies.numbers", '{"b": "1,5"}'):
+        table.encode(a=1, b="1,5", kind="paid")
     rows = write(tmp_path / "train.jsonl", [{"question": "the", "answer": "sky", "label": 1}])
     texts = language_model(rows, str(weights), text="{answer}", prompt="{question} ")
     with refused("studies.line", '{"answer": "sky", "question": "the"}', '{"text": "sky"}'):

@@ -30,5 +30,14 @@ def write(path, rows):
     return str(path)
 
 
+def adapter(folder, base):
+    """Write the settings of an adapter that is not trained yet, and return its folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {"peft_type": "LORA", "r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True}
+    settings |= {"base_model_name_or_path": base, "task_type": "CAUSAL_LM", "inference_mode": True}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return folder
+
+
 def ids(text):
     return [1 + WORDS.index(word) for word in text.split()]

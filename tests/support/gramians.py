@@ -1,4 +1,4 @@
-"""The Gramian of a model's per-sample gradients, by the engine, and equality of gradients."""
+"""Gradients of samples by plain autograd, their Gramian by the engine, and their equality."""
 
 import torch
 
@@ -15,6 +15,21 @@ def gramian_of(model, parameters, output, samples):
         values = over_samples(output.value, output.read(batch.given_to(model)), batch.labels)
     with memory_formats_kept_apart(values):
         return Engine(model, batch_dim=0).compute_gramian(values).double()
+
+
+def by_autograd(model, output, inputs, labels=None):
+    """Return gradients and outputs of samples: one forward and one backward pass for each alone."""
+    parameters = {name: p for name, p in model.eval().named_parameters() if p.requires_grad}
+    rows, values = [], []
+    for i in range(len(inputs[0])):
+        returned = output.read(model(*(x[i : i + 1].clone() for x in inputs)))
+        value = output.value(returned[0], None if labels is None else labels[i])
+        rows.append(torch.autograd.grad(value, [*parameters.values()], materialize_grads=True))
+        values.append(value.detach())
+    gradients = (
+        torch.stack([row.to_dense() for row in column]) for column in zip(*rows, strict=True)
+    )
+    return dict(zip(parameters, gradients, strict=True)), torch.stack(values)
 
 
 def assert_equal(found, expected):

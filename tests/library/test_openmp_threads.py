@@ -1,11 +1,10 @@
-"""Threads of OpenMP and freed memory, in processes of their own."""
+"""Threads of OpenMP, in a process of its own."""
 
 import os
-import platform
-import subprocess
 import sys
 
 import pytest
+from patience import run_python
 
 # One process, because importing torch is most of the time.
 _THREADS = """
@@ -71,39 +70,10 @@ compare_in_a_fork()
 """
 
 
-def _run(code: str, **environ: str) -> str:
-    ours = ("MALLOC", "GLIBC", "LD_PRELOAD", "OMP_", "GOMP_")
-    environ = {n: value for n, value in os.environ.items() if not n.startswith(ours)} | environ
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    return subprocess.run(
-        command, check=True, timeout=100, stdout=subprocess.PIPE, text=True, env=environ
-    ).stdout
-
-
 @pytest.mark.gate
 @pytest.mark.skipif(sys.platform != "linux", reason="runs on Linux, where threads are counted")
 def test_threads_of_openmp_end_and_come_back_and_no_fork_waits_for_them():
-    if "no GNU" in _run(_THREADS):
+    plain = {n: v for n, v in os.environ.items() if "OMP_" not in n and n != "LD_PRELOAD"}
+    done = run_python(_THREADS, env=plain | {"PYTHONWARNINGS": "ignore"}, timeout=100)
+    if "no GNU" in done.stdout:
         pytest.skip("runs where torch computes on the threads of GNU's OpenMP")
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="runs on Linux with glibc")
-def test_freed_memory_is_kept_unless_the_user_says_otherwise():
-    code = """
-import os
-import numpy as np
-from trak_core.runtime.job import keep_freed_memory
-
-def resident():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-keep_freed_memory()
-before = resident()
-arrays = [np.full(2**21, 1.0) for _ in range(8)]  # 16 MiB each
-del arrays
-print(resident() - before)
-"""
-    kept, given_back = float(_run(code)), float(_run(code, MALLOC_TRIM_THRESHOLD_="131072"))
-    assert 100 < kept < 256
-    assert given_back < 30
