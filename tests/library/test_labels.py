@@ -10,8 +10,10 @@ from PIL import Image
 from refused import refused
 
 from trak_core.ready_made.image_folder import image_folder
+from trak_core.ready_made.language_model import language_model
 from trak_core.ready_made.tabular import tabular
 from trak_core.ready_made.text_classification import text_classification
+from trak_core.study.dataset_split import with_label
 
 NET = "from torch import nn\n\ndef net(n=2):\n    return nn.Linear(2, n)\n"
 SUFFIXES = [".csv", ".tsv", ".jsonl"]
@@ -173,6 +175,59 @@ def test_a_cell_that_is_no_number_is_named(cell):
         study = tabular(rows_with([label], ".csv", **fields), "label", "net.py:net")
         with refused("studies.numbers", "rows.csv, line 2", "thousands separators"):
             study.train_data()[0]
+
+
+def test_pairs_of_texts(classifier, capsys):
+    """The second text has segment 1, and pages show both texts as in the file."""
+    from tokenizers.processors import TemplateProcessing
+    from transformers import AutoTokenizer
+
+    weights = classifier(["no", "yes"])
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    made = AutoTokenizer.from_pretrained(weights, sep_token="?", model_input_names=names)
+    made.backend_tokenizer.post_processor = TemplateProcessing(
+        single="$A ?", pair="$A ? $B:1 ?:1", special_tokens=[("?", 0)]
+    )
+    made.save_pretrained(weights)
+    expected = made("sky is", "blue", padding="max_length", max_length=128)
+    assert expected["token_type_ids"][:5] == [0, 0, 0, 1, 1]
+    for fields, settings in (
+        ({"text": "sky  is", "text_pair": "blue"}, {}),
+        ({"a": "sky  is", "b": "blue"}, {"text": "{a}", "text_pair": "{b}"}),
+    ):
+        study = text_classification(rows_with(["no"], ".jsonl", **fields), weights, **settings)
+        for sample in (study.train_data()[0], study.encode(label="no", **fields)):
+            assert {name: sample[name].tolist() for name in expected} == dict(expected)
+            assert study.describe(with_label(sample, 1)) == "sky  is\nblue"
+    assert not capsys.readouterr().err
+    text_classification(rows_with(["no"], ".jsonl", a="sky", b="is"), weights, text="{a} ? {b}")
+    assert "'{a} ? {b}' is read as one text" in capsys.readouterr().err
+
+
+def test_texts_are_cut_as_by_the_saved_tokenizer(classifier, capsys):
+    from transformers import AutoTokenizer
+
+    weights = classifier(["no", "yes"])
+    made = AutoTokenizer.from_pretrained(weights)
+    made("sky", truncation=True, max_length=3)
+    made.save_pretrained(weights)
+    file = rows_with(["no"], ".jsonl", text="sky is blue sky is")
+    for max_tokens, length, told in ((None, 3, "texts are cut to 3 tokens"), (4, 4, "")):
+        (sample,) = text_classification(file, weights, max_tokens=max_tokens).train_data()
+        assert sample["input_ids"].shape == (length,)
+        assert told in capsys.readouterr().err
+    (sample,) = language_model(file, weights).train_data()
+    assert sample["input_ids"].shape == (3,)
+
+
+@pytest.mark.parametrize(
+    "about", [{"problem_type": "multi_label_classification"}, {"num_labels": 1}]
+)
+def test_models_that_do_not_predict_one_class_are_refused(classifier, about):
+    weights = classifier(["no", "yes"])
+    pytest.importorskip("transformers").GPT2Config(**about).save_pretrained(weights)
+    with refused("studies.problem_type", "num_labels"):
+        text_classification(rows_with(["no"], ".jsonl", text="sky"), weights)
 
 
 @pytest.mark.parametrize(("n_words", "positions", "length"), [(130, 512, 128), (40, 32, 32)])

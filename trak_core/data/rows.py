@@ -133,7 +133,7 @@ class RowFile(Sequence[dict[str, Any]]):
         return ids
 
 
-class RowSample(tuple[Any, ...]):
+class FromRow:
     """A sample with the row from which it was made. Pages show the row, not the model's inputs.
 
     Attributes:
@@ -151,15 +151,23 @@ class RowSample(tuple[Any, ...]):
         cls, row: Mapping[str, Any], values: Iterable[Any], picture: Callable[[], Any] | None = None
     ) -> Self:
         """Return the sample that consists of ``values``, which were made from ``row``."""
-        sample = cls(values)
+        sample = cls(values)  # pyright: ignore[reportCallIssue] -- of tuple or dict
         sample.row, sample.picture = row, picture
         return sample
 
     def replaced(self, values: Iterable[Any]) -> Self:
         """Return a sample that consists of other values, but was made from the same row."""
-        sample = type(self)(values)
+        sample = type(self)(values)  # pyright: ignore[reportCallIssue] -- of tuple or dict
         vars(sample).update(vars(self))
         return sample
+
+
+class RowSample(FromRow, tuple[Any, ...]):
+    """A tuple of inputs and label."""
+
+
+class NamedRowSample(FromRow, dict[str, Any]):
+    """A dict of inputs and labels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +189,7 @@ class RowSamples(Sequence[Any]):
             sample = self.sample(self.rows[index])
         except InputError as error:
             raise InputError(f"{self.rows.place(index)}: {error}", error.code) from error
-        if isinstance(sample, RowSample) and self.rows.numbers:
+        if isinstance(sample, FromRow) and self.rows.numbers:
             sample.line = self.rows.numbers[index]
         return sample
 

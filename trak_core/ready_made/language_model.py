@@ -18,11 +18,13 @@ from trak_core.ready_made.conversations import ROW_ARGUMENTS, chat_texts, messag
 from trak_core.ready_made.ready_study import (
     TO_CHANGE_TEXTS,
     ReadyStudy,
+    config_folder,
     decoded_tokens,
     encoder,
     filled_in,
     needed,
     notice,
+    saved_length,
     used_by,
 )
 from trak_core.settings import ADAPTER_CONFIG
@@ -58,7 +60,8 @@ def language_model(
         prompt: A template of the prompt, which precedes the text and is not part of the model
             output. The default is the field ``prompt`` of rows that have one. If prompt and text
             are lists of messages, as in TRL, the tokenizer's chat template joins them.
-        max_tokens: The number of tokens to which texts are cut. By default, texts are not cut.
+        max_tokens: The number of tokens to which texts are cut. The default is the length to which
+            the tokenizer cut texts when it was saved. If it did not, texts are not cut.
         date: A date such as ``"2024-07-26"``, which a chat template writes instead of today's date.
 
     Raises:
@@ -67,7 +70,7 @@ def language_model(
     needed("transformers", "language")
     from transformers import AutoConfig, AutoTokenizer
 
-    folder = _config_folder(Path(weights))
+    folder = config_folder(Path(weights), "config.json", ADAPTER_CONFIG)
     tokenizer: Any = AutoTokenizer.from_pretrained(
         _tokenizer_source(folder), trust_remote_code=False
     )
@@ -77,6 +80,7 @@ def language_model(
             f"of tokens in the text. Found {type(tokenizer).__name__}. Write your own study.",
             code="studies.slow_tokenizer",
         )
+    max_tokens = max_tokens or saved_length(tokenizer)
     rows = read_rows(texts)
     fields = {name for row in rows for name in row}
     template = text or (_COMPLETION if "completion" in fields and "text" not in fields else _TEXT)
@@ -325,20 +329,6 @@ def _runs_on(before: str, after: str) -> bool:
     """
     ends = before[-1:], after[:1]
     return all(end and unicodedata.category(end) in {"Lu", "Ll", "Nd"} for end in ends)
-
-
-def _config_folder(weights: Path) -> Path:
-    """Return ``weights`` if it contains a config, else its last ``checkpoint-<step>`` with one."""
-    saved = sorted(weights.glob("checkpoint-*"), key=lambda path: (len(path.name), path.name))
-    for folder in (weights, *reversed(saved)):
-        if (folder / "config.json").is_file() or (folder / ADAPTER_CONFIG).is_file():
-            return folder
-    raise InputError(
-        f"study_arguments: weights must be a folder with config.json or {ADAPTER_CONFIG}, or with "
-        f"a Trainer's checkpoint-<step>. Found none of these in {weights} (relative to "
-        f"{Path.cwd()}).",
-        code="studies.weights",
-    )
 
 
 def _base(folder: Path) -> str | None:

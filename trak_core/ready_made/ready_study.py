@@ -92,6 +92,37 @@ def encoder(
     return encode
 
 
+def config_folder(weights: Path, *names: str) -> Path:
+    """Return ``weights`` if it contains a file with one of ``names``.
+
+    If it contains none, return the last of a Trainer's folders ``checkpoint-<step>`` with one.
+    """
+    saved = sorted(weights.glob("checkpoint-*"), key=lambda path: (len(path.name), path.name))
+    for folder in (weights, *reversed(saved)):
+        if any((folder / name).is_file() for name in names):
+            return folder
+    raise InputError(
+        f"study_arguments: weights must be a folder with {' or '.join(names)}, or with a Trainer's "
+        f"checkpoint-<step>. Found none of these in {weights} (relative to {Path.cwd()}).",
+        code="studies.weights",
+    )
+
+
+def saved_length(tokenizer: Any) -> int | None:
+    """Return the number of tokens to which a fast tokenizer cut texts when it was saved, if any.
+
+    A tokenizer that cuts texts in training keeps this number, and writes it to tokenizer.json.
+    """
+    truncation = getattr(getattr(tokenizer, "backend_tokenizer", None), "truncation", None)
+    if truncation is None:
+        return None
+    notice(
+        f"texts are cut to {truncation['max_length']} tokens, as by the tokenizer when it was "
+        "saved. If training cut texts to another length, set max_tokens in study_arguments."
+    )
+    return truncation["max_length"]
+
+
 _MAX_PIECES = 4  # A character has at most 4 bytes in UTF-8, and therefore at most 4 tokens.
 
 

@@ -7,22 +7,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trak_core.data.rows import RowSamples, as_number, class_number, read_rows, shortened
+from trak_core.data.rows import (
+    NamedRowSample,
+    RowSamples,
+    as_number,
+    class_number,
+    read_rows,
+    shortened,
+)
 from trak_core.errors import InputError, listed
 from trak_core.ready_made.ready_study import (
     TO_CHANGE_TEXTS,
     UNKNOWN_LABEL,
     ReadyStudy,
     class_numbers,
+    config_folder,
     decoded_tokens,
     encoder,
     field,
     filled_in,
     needed,
+    notice,
+    saved_length,
     used_by,
 )
 from trak_core.study.sample_columns import columns_from
 
+_PAIR = "{text_pair}"
 _LENGTH = 128  # The default number of tokens to which texts are padded.
 
 
@@ -31,6 +42,7 @@ def text_classification(
     weights: str,
     targets: str | None = None,
     text: str = "{text}",
+    text_pair: str | None = None,
     label: str = "label",
     max_tokens: int | None = None,
     classes: Sequence[Any] | None = None,
@@ -39,29 +51,28 @@ def text_classification(
 
     Args:
         texts: The training rows: a file or a folder that ``read_rows`` reads.
-        weights: A folder with the model's ``config.json`` and tokenizer.
+        weights: A folder with the model's ``config.json`` and tokenizer, or a Trainer's folder.
         targets: Rows to explain, which experiments select by id. The default is ``texts``.
         text: A template of the text, into which a row's fields are inserted.
+        text_pair: A template of the second text, if the model classifies pairs of texts, such as
+            ``"{hypothesis}"``. The default is the field ``text_pair`` if rows have it.
         label: The field with the label: the number of a class, or its name in the model's config.
-        max_tokens: The number of tokens to which texts are cut or padded. By default, texts are
-            padded to 128 tokens, or to the model's context if that is less, and longer texts raise
-            an error.
+        max_tokens: The number of tokens to which texts are cut or padded. The default is the length
+            to which the tokenizer cut texts when it was saved. If it did not, texts are padded to
+            128 tokens, or to the model's context if that is less, and longer texts raise an error.
         classes: The labels of the rows in the order of the model's logits. Required if labels are
             neither numbers nor names of classes, or if they could be both. For example, if the
             classes have the names "1" to "3", ``[0, 1, 2]`` means that labels are numbers.
 
     Raises:
-        InputError: If ``classes`` is not given and the names in ``config.json`` are ambiguous, for
-            example because the name of a class is the number of another class.
+        InputError: If the model does not predict one class of each text. Also if ``classes`` is not
+            given and the names in ``config.json`` are ambiguous, for example because the name of a
+            class is the number of another class.
     """
     needed("transformers", "language")
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-    if not (Path(weights) / "config.json").is_file():
-        raise InputError(
-            f"study_arguments: weights must be a folder with config.json. Found none in {weights}.",
-            code="studies.weights",
-        )
+    weights = str(config_folder(Path(weights), "config.json"))
     tokenizer: Any = AutoTokenizer.from_pretrained(weights, trust_remote_code=False)
     if tokenizer.pad_token is None:
         raise InputError(
@@ -70,6 +81,12 @@ def text_classification(
             code="studies.pad_token",
         )
     config: Any = AutoConfig.from_pretrained(weights, trust_remote_code=False)
+    if config.problem_type == "multi_label_classification" or config.num_labels == 1:
+        raise InputError(
+            f"The model in {weights} must predict one class of each text. Found num_labels "
+            f"{config.num_labels} and problem_type {config.problem_type}. Write your own study.",
+            code="studies.problem_type",
+        )
     # Names of classes belong to the model's logits only if they are numbered 0, 1, 2, ...
     numbered = config.id2label.keys() == set(range(len(config.id2label)))
     given = [str(config.id2label[i]) for i in range(len(config.id2label))] if numbered else []
@@ -97,12 +114,21 @@ def text_classification(
         )
 
     context = getattr(config.get_text_config(), "max_position_embeddings", None) or _LENGTH
+    max_tokens = max_tokens or saved_length(tokenizer)
     length = max_tokens or min(_LENGTH, context)
+    rows = read_rows(texts)
+    if text_pair is None and any("text_pair" in row for row in rows):
+        text_pair = _PAIR
+    if text_pair is None and tokenizer.sep_token and tokenizer.sep_token in text:
+        notice(
+            f"the text {text!r} is read as one text. If the model was trained on pairs of texts, "
+            "set text and text_pair in study_arguments."
+        )
 
     def make_model() -> nn.Module:
         return AutoModelForSequenceClassification.from_config(config, trust_remote_code=False)
 
-    def sample(row: Mapping[str, Any]) -> dict[str, Tensor]:
+    def sample(row: Mapping[str, Any]) -> NamedRowSample:
         value = field(row, label, UNKNOWN_LABEL)
         number = numbers.get(str(value))
         if number is None and classes is None:
@@ -114,15 +140,15 @@ def text_classification(
                 "rows' labels, in the order of the model's logits.",
                 code="studies.label",
             )
-        written = filled_in(text, row)
-        if not written.strip():
+        written = [filled_in(template, row) for template in (text, text_pair) if template]
+        if not all(map(str.strip, written)):
             raise InputError(
                 f"A text must not be empty. Found {shortened(row)}. Add the text, or remove the "
                 "row.",
                 code="studies.empty_text",
             )
         tokens = tokenizer(
-            written, truncation=max_tokens is not None, max_length=length, padding="max_length"
+            *written, truncation=max_tokens is not None, max_length=length, padding="max_length"
         )
         n_tokens = len(tokens["input_ids"])
         if n_tokens > length:
@@ -133,7 +159,12 @@ def text_classification(
                 code="studies.context",
             )
         inputs = {name: torch.tensor(values) for name, values in tokens.items()}
-        return {**inputs, "labels": torch.tensor(number)}
+        return NamedRowSample.of(row, {**inputs, "labels": torch.tensor(number)})
+
+    def describe(sample: Mapping[str, Tensor]) -> str:
+        if isinstance(sample, NamedRowSample):
+            return "\n".join(filled_in(part, sample.row) for part in (text, text_pair) if part)
+        return tokenizer.decode(sample["input_ids"], skip_special_tokens=True)
 
     def as_read(sample: Mapping[str, Tensor]) -> str:
         counted = sample["input_ids"][sample["attention_mask"] == 1]
@@ -141,9 +172,8 @@ def text_classification(
         name = f" {names[number]!r}," if number < len(names) else ""
         return f"{tokenizer.decode(counted)!r}, with the label{name} class {number}"
 
-    rows = read_rows(texts)
     target_rows = read_rows(targets) if targets else rows
-    used = used_by(text) | {label}
+    used = used_by(text, text_pair) | {label}
     return ReadyStudy(
         to_change_samples=TO_CHANGE_TEXTS.format(weights),
         make_model=make_model,
@@ -151,8 +181,8 @@ def text_classification(
         train_ids=rows.ids,
         target_data=lambda: RowSamples(target_rows, sample),
         target_ids=target_rows.ids,
-        encode=encoder(sample, rows[0], (*used_by(text), label), label),
-        describe=lambda sample: tokenizer.decode(sample["input_ids"], skip_special_tokens=True),
+        encode=encoder(sample, rows[0], (*used_by(text, text_pair), label), label),
+        describe=describe,
         as_read=as_read,
         token_texts=lambda sample: decoded_tokens(tokenizer, sample["input_ids"].tolist()),
         class_names=lambda: names,

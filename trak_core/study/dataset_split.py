@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, default_collate
 
-from trak_core.data.rows import RowSample
+from trak_core.data.rows import FromRow
 from trak_core.errors import (
     InputError,
     StoppedError,
@@ -190,9 +190,10 @@ def label_of(sample: Any) -> torch.Tensor:
 def with_label(sample: Any, label: int) -> Any:
     """Return a copy of a sample with a new label, which is converted to the old label's type."""
     if isinstance(sample, Mapping):
-        return {**sample, "labels": _like(sample["labels"], label)}
-    values = (*sample[:-1], _like(sample[-1], label))
-    return sample.replaced(values) if isinstance(sample, RowSample) else values
+        values = {**sample, "labels": _like(sample["labels"], label)}
+    else:
+        values = (*sample[:-1], _like(sample[-1], label))
+    return sample.replaced(values) if isinstance(sample, FromRow) else values
 
 
 def _like(old: Any, label: int) -> Any:

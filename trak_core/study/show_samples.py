@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from trak_core.data.rows import RowSample
+from trak_core.data.rows import FromRow
 from trak_core.study.dataset_split import Split, users_code
 from trak_core.study.study import Study
 
@@ -139,7 +139,7 @@ def _pixels(sample: Any) -> Any:
 
     It is the image in the row's file if it is known, because a transform may have changed colours.
     """
-    if isinstance(sample, RowSample) and sample.picture is not None:
+    if isinstance(sample, FromRow) and sample.picture is not None:
         return sample.picture()
     from PIL import Image  # Only pages and notebooks need PIL.
 
