@@ -126,7 +126,7 @@ def test_ready_made_studies_take_the_lines_of_an_experiment(tmp_path, monkeypatc
         main(["ask", "mine.yaml", "--file", "asked.jsonl", *words])
         told = capsys.readouterr()
         assert out.endswith(told.out)
-        assert told.err.count("Notice: answers have no scores by token") == 1
+        assert told.err.count("Notice: answers will not contain scores by token") == 1
         table = pd.read_csv("out.csv")
         assert table["label"].tolist() == [i.partition("/")[0] for i in table["train_id"]]
         assert {*table["prediction"]} <= {"cat", "dog"}

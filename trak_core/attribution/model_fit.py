@@ -35,10 +35,11 @@ class Fit:
 
 
 def fit_of(columns: pd.DataFrame, about: About, train: Split) -> Fit | None:
-    """Return how well models fit their training samples.
+    """Return a measure of how well the models predict the labels of their training samples.
 
-    Return None if predictions cannot be compared with labels. ``columns`` has the columns ``id``,
-    ``label`` and ``prediction``. ``train`` is read only if labels have parts, such as tokens.
+    Return None if predictions cannot be compared with labels. ``columns`` is a table with ``id``,
+    ``label`` and ``prediction``. ``train`` is read only if a sample has several labels, such as one
+    for each token.
     """
     labels, predictions = (columns[key].to_numpy() for key in ("label", "prediction"))
     if about.is_own:

@@ -194,7 +194,7 @@ class Scores:
         return table.sort_values("score", ascending=False, kind="stable").reset_index(drop=True)
 
     def __repr__(self) -> str:
-        """Return a text with the size of the matrix and the strongest training samples."""
+        """Return a string with the size of the matrix and the largest scores."""
         n, m = len(self.train), len(self.targets)
         return f"Scores of {n} training samples for {m} targets; unit: {self.unit}\n{self.top(3)}"
 

@@ -65,9 +65,9 @@ def snakemake_command(config: str, arguments: Sequence[str]) -> list[str]:
     if any(argument.startswith("--configfile") for argument in arguments):
         raise InputError(
             f"`trak run` takes only one config. Found {config} and --configfile. Put all keys into "
-            "one file, or call Snakemake itself with two files. Keys in the second file override "
-            f"the first: snakemake --snakefile {workflow_folder() / 'Snakefile'} --configfile "
-            f"{config} MORE.",
+            "one file. Or call Snakemake with two files, in which case keys of the second file "
+            f"override those of the first: `snakemake --snakefile {workflow_folder() / 'Snakefile'}"
+            f" --configfile {config} SECOND_FILE`.",
             code="command.second_config",
         )
     handed = []

@@ -115,7 +115,7 @@ def _own_files(specs: Specs, is_stored: bool) -> tuple[dict[str, list[str | None
         )
     if not all(Path(path).is_file() for path in truth):
         raise InputError(
-            f"evaluation.ground_truth must exist. Found nothing at {truth[0]} {here}.",
+            f"evaluation.ground_truth must be a file. Found none at {truth[0]} {here}.",
             code="config.missing_ground_truth",
         )
     refuse_future([*checkpoints, *truth])

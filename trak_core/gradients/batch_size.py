@@ -195,7 +195,7 @@ def in_chunks(
             yield start, stop, result
             start = stop
             continue
-        # This runs after the ``except`` block, because the error keeps its tensors alive in there.
+        # Inside of the ``except`` block, the traceback of the error would keep tensors alive.
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

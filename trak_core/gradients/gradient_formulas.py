@@ -48,7 +48,7 @@ class Use(NamedTuple):
     layout: Layout
 
     def saved(self, name: str, *default: Any) -> Any:
-        """Return the value ``name`` that the operation has saved, or else the default."""
+        """Return the operation's saved value ``name``, or the default if there is none."""
         return getattr(self.edge.user, f"_saved_{name}", *default)
 
     @property

@@ -331,7 +331,7 @@ def layout_of(owners: Tensor, stride: int, n_samples: int) -> Layout | None:
 
 
 def from_entries(owners: Tensor, n_samples: int) -> Layout | None:
-    """Return the layout of a tensor, given the sample number of each entry, or -1 for no sample."""
+    """Return a tensor's layout from each entry's sample number, which is -1 for no sample."""
     for dim, stride in enumerate(strides(owners.shape)):
         blocks = owners.reshape(*owners.shape[: dim + 1], stride)
         largest = blocks.amax(-1)

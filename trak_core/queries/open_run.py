@@ -267,7 +267,7 @@ class OpenRun(FittedAttributor):
             # After this error, the caller scores fewer samples at a time, which may fit in memory.
             if len(group) > 1 and error.code == "gradients.memory_limit":
                 raise
-            notice(f"answers have no scores by token. {error}")
+            notice(f"answers will not contain scores by token. {error}")
             return None
 
     def load(self) -> None:

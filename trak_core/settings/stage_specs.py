@@ -235,7 +235,7 @@ class ScoresSpec(NormalSpec):
         ]
 
     def under(self, checkpoint: str) -> Self:
-        """Return these settings for the scores of one checkpoint."""
+        """Return a copy of these settings that applies to one checkpoint only."""
         features = self.features.under(checkpoint)
         return replace(self, features=features, runs=None, combine=None, loss_weight_power=None)
 

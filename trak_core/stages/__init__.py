@@ -1,12 +1,12 @@
-"""The functions that run the jobs of the workflow, called stages.
+"""Stages: the functions that run the jobs of the workflow.
 
-Each rule has a stage with the rule's name. ``stage_module`` in ``runtime/job.py`` returns its
+Each rule has a stage of the same name. ``stage_module`` in ``runtime/job.py`` returns the stage's
 module. A stage reads files, checks that they belong together, computes a result, and writes it
 atomically to the path in its first argument. These arguments have the same meaning in all stages:
 
     study_file    The study's Python file.
     checkpoint    The file or folder with the weights.
-    spec          The settings that determine the result. Input files must be made with them.
+    spec          The settings that determine the result. Input files must have the same settings.
     targets       Ids of the experiment's targets; None for all samples in the data.
     question      A file with the experiment's targets; None if target_data() contains them.
     selected      At most one file from ``select_targets``, whose ids are used as ``targets``.

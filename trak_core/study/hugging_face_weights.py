@@ -121,8 +121,8 @@ _TRAINING_SETTINGS = frozenset({
     *("task_type", "lora_dropout", "corda_config", "eva_config", "loftq_config", "lora_ga_config"),
     *("megatron_config", "megatron_core"),
 })
-# Settings that select the layers with weights. The same layers can be selected in several ways, so
-# a difference is harmless if the names and shapes of the weights agree.
+# Settings that determine which layers get adapters. Different settings can select the same layers,
+# so a difference is harmless if the names and shapes of the weights agree.
 _LAYER_SETTINGS = frozenset({
     *("bias", "exclude_modules", "layers_pattern", "layers_to_transform", "lora_bias"),
     *("modules_to_save", "rank_pattern", "target_modules", "target_parameters"),

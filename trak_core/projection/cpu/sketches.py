@@ -67,7 +67,7 @@ def _multiply(builder, x, row, sign):
 
 @vector_intrinsic
 def _add_signed(builder, sums, column, x, row, sign):
-    """Add a row of lanes of ``x``, multiplied by ``sign``, to the sums of ``column``."""
+    """Add ``sign`` times a row of ``x`` to the sums of ``column``, in all lanes."""
     product = builder.fmul(x.load(row), spread(builder, sign))
     sums.store(builder.fadd(sums.load(column), product), column)
 
