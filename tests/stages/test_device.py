@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from workspace import REPOSITORY
 
 from trak_core.artifacts import FEATURES, open_artifact
+from trak_core.attribution import project_gradients
 from trak_core.attribution.device import hold_one
 from trak_core.gradients import (
     as_batch,
@@ -72,6 +73,29 @@ def test_cuda_computes_the_cpu_s_features(features):
     torch.testing.assert_close(numbers, expected, rtol=1e-4, atol=1e-5)
 
 
+class LateCopies:
+    """Copies from a GPU whose numbers arrive when their event is awaited."""
+
+    def __init__(self, tensors):
+        self.tensors, self.copies = tensors, [torch.full_like(x, -7) for x in tensors]
+
+    def synchronize(self):
+        for copy, tensor in zip(self.copies, self.tensors, strict=True):
+            copy.copy_(tensor)
+
+
+def test_copies_of_a_batch_are_awaited_before_they_are_stored(features, monkeypatch):
+    expected, _ = features("cpu")
+
+    def copied(tensors):
+        event = LateCopies(tensors)
+        return event.copies, event
+
+    monkeypatch.setattr(project_gradients, "_copied", copied)
+    numbers, _ = features("cpu")
+    assert torch.equal(numbers, expected)
+
+
 class Biased(torch.nn.Module):
     """Attention with a bias that all samples share, as in Swin. On a GPU it is one kernel."""
 
@@ -108,6 +132,7 @@ def test_a_bias_of_fused_attention_needs_one_pass_on_a_gpu():
 
 HOLD = """
 import os, signal, sys
+from trak_core.attribution import project_gradients
 from trak_core.attribution.device import hold_one
 
 for _ in sys.stdin:

@@ -43,10 +43,6 @@ def target_data():
 own_share = ModelOutput(
     lambda y, label: -(y - label).square().mean(), prediction=lambda y, label: (y > 0).float().sum()
 )
-
-
-def first(y, label):
-    return y.flatten()[0]
 """
 
 
@@ -228,13 +224,13 @@ def report_of(folder, kind, data, net, **settings):
     return page.text, BAD in page.headings
 
 
-SHOWN = [
-    *(("regression", spoiled) for spoiled in ("", "label in other units")),
-    *(("language_modelling", spoiled) for spoiled in ("", "other ids")),
-]
-
-
-@pytest.mark.parametrize(("kind", "spoiled"), SHOWN)
+@pytest.mark.parametrize(
+    ("kind", "spoiled"),
+    [
+        *(("regression", spoiled) for spoiled in ("", "label in other units")),
+        *(("language_modelling", spoiled) for spoiled in ("", "other ids")),
+    ],
+)
 def test_the_report_states_the_fit_and_warns_of_a_bad_one(kind, spoiled, trained, tmp_path, capsys):
     x, y, net = spoiled_as(spoiled, kind, trained)
     value, guess = expected(kind, net, x, y)
@@ -264,23 +260,17 @@ def test_the_fit_is_counted_and_an_attributor_tells_of_a_bad_one(kind, spoiled, 
         assert (fit.value, fit.guess) == pytest.approx(expected(kind, net, x, y), rel=1e-5)
 
 
-def test_the_fit_is_unknown_if_all_labels_are_equal(trained, tmp_path):
+@pytest.mark.parametrize("output", ["regression", "study.py:own_share"])
+def test_a_report_does_not_warn_of_an_unknown_fit(output, trained, tmp_path):
+    """All labels are equal, or predictions are no labels."""
     x, y, net = trained["regression"]
-    text, warns = report_of(tmp_path, "regression", (x, torch.full_like(y, 7.5)), net)
-    assert "label 7.5, so the fit is unknown" in text
-    assert not warns
-    assert "no better than a constant guess" not in text
-
-
-@pytest.mark.parametrize("output", ["loss", "study.py:first", "study.py:own_share"])
-def test_the_fit_is_unknown_if_predictions_are_no_labels(output, trained, tmp_path):
-    x, y, net = trained["regression"]
-    data = (x,) if output == "loss" else (x, y / 1000)
+    y = torch.full_like(y, 7.5) if output == "regression" else y / 1000
     output = output.replace("study.py", str(tmp_path / "study.py"))
-    text, warns = report_of(tmp_path, "regression", data, net, model_output=output)
-    assert "their training samples" not in text
+    text, warns = report_of(tmp_path, "regression", (x, y), net, model_output=output)
     assert not warns
     assert "no better than a constant guess" not in text
+    said = "label 7.5, so the fit is unknown" if output == "regression" else "their training samples"
+    assert (said in text) == (output == "regression"), text
 
 
 def part_table(label, prediction):
@@ -292,17 +282,18 @@ NO_SAMPLES = Split([], [])
 
 
 @pytest.mark.parametrize(
-    ("about", "label", "prediction", "value"),
+    ("about", "label", "prediction", "fit"),
     [
         (OWN, [0, 1, 1, 2] * 9, [0, 1, 1, 1] * 9, None),
         (OWN, [10, 12, 9], [9, 11, 9], None),
-        ("image_classification", [3, 3, 3, 3], [3, 3, 3, 3], 1),
+        ("loss", [0, 0, 0], [1.0, 2, 3], None),
         ("clip", [1, 1, 1], [0.0, 0, 1], None),
+        ("image_classification", [3, 3, 3, 3], [3, 3, 3, 3], (1, False)),
     ],
 )
-def test_the_fit_of_tables(about, label, prediction, value):
-    fit = fit_of(part_table(label, prediction), about_output(about), NO_SAMPLES)
-    assert (fit and (fit.value, fit.is_doubtful)) == (None if value is None else (value, False))
+def test_the_fit_of_tables(about, label, prediction, fit):
+    made = fit_of(part_table(label, prediction), about_output(about), NO_SAMPLES)
+    assert (made and (made.value, made.is_doubtful)) == fit
 
 
 @pytest.mark.parametrize(
@@ -357,5 +348,5 @@ def test_a_large_label_or_a_long_text_causes_no_warning():
 def test_the_page_of_answers_warns_too(trained, tmp_path):
     x, y, net = trained["language_modelling"]
     study, _ = scored(tmp_path, "language_modelling", other_ids(x, y), net)
-    _, answer, _ = draw(tmp_path / "results", tmp_path, study)
+    answer, _ = draw(tmp_path / "results", tmp_path, study)
     assert BAD in Page(answer.read_text()).text
