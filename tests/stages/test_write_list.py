@@ -178,7 +178,7 @@ def test_a_pool_of_the_training_samples_has_their_scores(tmp_path):
         averaged(tmp_path / "mixed.h5", parts, replace(spec, pool_digest="another pool"), pools)
 
 
-def test_lists_have_the_names_of_classes(finished, tmp_path):
+def test_lists_have_the_names_of_classes(tmp_path):
     """Numbers without a name, and labels that are not classes, stay numbers."""
     (tmp_path / "named.py").write_text("def class_names():\n    return ['cat', 'dog']\n")
     rows = pd.DataFrame({"id": [4, 5, 6], "label": [1, 0, -1], "suggested_label": [0, 0, 2]})
@@ -191,12 +191,6 @@ def test_lists_have_the_names_of_classes(finished, tmp_path):
     )
     assert own["suggested_label"].tolist() == ["?", 1.5, "cat"]
     assert with_class_names(rows, *given, "multi_label") is rows
-    _, path, spec = finished
-    lists = [tmp_path / name for name in ("plain.csv", "named.csv")]
-    for listed, study in zip(lists, (None, tmp_path / "named.py"), strict=True):
-        given = {"scores": path, "spec": spec, "kind": "drop", "code": "code"}
-        write_list(listed=listed, **given, study_file=study)
-    assert lists[0].read_text() == lists[1].read_text()  # Labels of a regression are numbers.
 
 
 @pytest.mark.parametrize(

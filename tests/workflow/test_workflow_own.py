@@ -111,26 +111,14 @@ def test_a_damaged_file_stops_the_job_and_names_itself(study):
     assert study.run("results/scores/one/c1.h5")["compute_features"] == 1
 
 
-@pytest.mark.parametrize(
-    ("change", "remade", "found"),
-    [
-        ({"projection": {"proj_dim": 16, "seed": 5}}, "compute_features", "'seed': 5"),
-        ({"experiments": {"one": {"targets": ["patient-441"]}}}, "compute_scores", "targets_dig"),
-    ],
-)
-def test_files_of_other_settings_are_refused_though_snakemake_knows_nothing(
-    study, change, remade, found
-):
+def test_files_of_other_settings_are_refused_though_snakemake_knows_nothing(study):
     """Without its own records Snakemake misses a changed config; the files themselves don't."""
     shutil.rmtree(study.path(".snakemake/metadata"))
     study.path("results/scores/one.h5").unlink()
-    if remade == "compute_features":
-        shutil.rmtree(study.path("results/scores/one"))
-    study.config.update(change)
+    study.config["experiments"] = {"one": {"targets": ["patient-441"]}}
     output = study.fail("results/scores/one.h5")
-    assert "settings of the current config" in output
-    assert re.search(found, output)
-    assert f"rule {remade} remakes it" in output
+    assert re.search(r"settings of the current config.*targets_dig", output, re.S)
+    assert "rule compute_scores remakes it" in output
 
 
 def test_one_byte_of_a_data_file_runs_again_what_an_edit_of_the_study_does(tmp_path):
