@@ -20,7 +20,7 @@ from trak_core.study.sample_columns import columns_from
 AS_WRITTEN = [
     *("007", "1.10", "12", "1.5", "1e3", "-0", "+1", "0x10", "1_000", "TRUE", "False", "yes", "no"),
     *("nan", "NA", "null", "None", "", " x ", "2024-01-02", "1,234", "1;2", 'say "a"'),
-    *("two\nlines", "two\r\nlines", "a\rb"),
+    *("two\nlines", "two\r\nlines", "a\rb", "one\u2028line, \u0085 too"),
     *("\N{LATIN SMALL LETTER E WITH ACUTE}", "\N{ARABIC-INDIC DIGIT THREE}", "x" * 200_000),
 ]
 

@@ -96,21 +96,6 @@ def test_results_without_snakemakes_records_count_as_finished(study):
     assert study.would_run("scores", "--batch", "scores=1/2") == scoring(1, 1)
 
 
-def test_a_damaged_file_stops_the_job_and_names_itself(study):
-    path = study.path("results/features/c1/train.h5")
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    stat = path.stat()
-    path.write_bytes(data)
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    study.config["scoring"] = {"damping": 1}
-    output = study.fail("results/scores/one/c1.h5")
-    assert "features/c1/train.h5" in output
-    assert "rule compute_features remakes it" in output
-    path.unlink()
-    assert study.run("results/scores/one/c1.h5")["compute_features"] == 1
-
-
 def test_files_of_other_settings_are_refused_though_snakemake_knows_nothing(study):
     """Without its own records Snakemake misses a changed config; the files themselves don't."""
     shutil.rmtree(study.path(".snakemake/metadata"))
