@@ -13,21 +13,11 @@ import torch
 from own_checkpoints import network
 from pipeline import ON_CPU, features_spec
 from refused import refused
-from torch.nn.functional import scaled_dot_product_attention
 from workspace import REPOSITORY
 
 from trak_core.artifacts import FEATURES, open_artifact
 from trak_core.attribution import project_gradients
 from trak_core.attribution.device import hold_one
-from trak_core.gradients import (
-    as_batch,
-    formed_gradients,
-    gradient_method,
-    gradients_at_once,
-    gradients_one_by_one,
-    select_parameters,
-)
-from trak_core.model_outputs.supervised import CLASSIFICATION
 from trak_core.stages.compute_features import compute_features
 
 HAS_GPU = torch.cuda.is_available()
@@ -94,40 +84,6 @@ def test_copies_of_a_batch_are_awaited_before_they_are_stored(features, monkeypa
     monkeypatch.setattr(project_gradients, "_copied", copied)
     numbers, _ = features("cpu")
     assert torch.equal(numbers, expected)
-
-
-class Biased(torch.nn.Module):
-    """Attention with a bias that all samples share, as in Swin. On a GPU it is one kernel."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.head = torch.nn.Linear(8, 48), torch.nn.Linear(16, 3)
-        self.bias = torch.nn.Parameter(torch.randn(2, 7, 7))
-
-    def forward(self, x):
-        q, k, v = self.inner(x).view(*x.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
-        attended = scaled_dot_product_attention(
-            q, k, v, attn_mask=self.bias.expand(len(x), -1, -1, -1)
-        )
-        return self.head(attended.transpose(1, 2).flatten(2).mean(1))
-
-
-@needs_gpu
-def test_a_bias_of_fused_attention_needs_one_pass_on_a_gpu():
-    model = Biased().cuda().eval()
-    samples = torch.randn(3, 7, 8, device="cuda"), torch.tensor([0, 2, 1], device="cuda")
-    batch, parameters = as_batch(samples, CLASSIFICATION), select_parameters(model, None)
-    given = model, parameters, CLASSIFICATION, batch
-    assert gradient_method(*given) is gradients_at_once
-    pairs = zip(
-        *(
-            formed_gradients(m, *given).gradients.values()
-            for m in (gradients_at_once, gradients_one_by_one)
-        ),
-        strict=True,
-    )
-    for numbers, expected in pairs:
-        torch.testing.assert_close(numbers, expected, rtol=1e-4, atol=1e-5)
 
 
 HOLD = """

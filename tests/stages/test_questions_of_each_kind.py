@@ -199,11 +199,6 @@ def test_texts_that_the_model_does_not_take_and_a_study_of_another_version(
     long = " ".join(["sky"] * 500)
     write(tmp_path / "odd.jsonl", [{"text": long}, {"text": ""}, {"text": "sky"}, *QUESTION])
     run = trak_core.open("results")
-    with refused("studies.context", 500):
-        run.ask(long)
-    tokens = torch.ones(500, dtype=torch.long)
-    with refused("gradients.model_call", "IndexError", 500):
-        run.ask({"input_ids": tokens, "labels": tokens})
 
     def too_long(*_):
         raise AssertionError("more than 30 positions")

@@ -93,27 +93,23 @@ def test_lists_are_sorted_by_the_table_of_scores(finished, tmp_path):
         write_list(**given, spec=spec, self_influence=[features], kind="suspects")
 
 
-@pytest.mark.parametrize("larger_is_better", [True, False, None])
-def test_help_and_harm_need_larger_is_better(tmp_path, larger_is_better):
+@pytest.mark.parametrize("words", [{"larger_is_better": True}, {"larger_is_better": False}, {}])
+def test_help_and_harm_need_larger_is_better(tmp_path, words):
     """A user-defined output has help and harm only if the config sets `larger_is_better`."""
     study, checkpoints, targets = with_two_checkpoints(tmp_path)
     function = "def f(returned, label):\n    return -(returned[0] - label).square() / 2\n"
     study.write_text(f"{study.read_text()}\n\n{function}")
     given = {"model_output": f"{study}:f", "damping": 2}
-    words = {} if larger_is_better is None else {"larger_is_better": larger_is_better}
-    words["function"] = given["model_output"]
+    words = words | {"function": given["model_output"]}
     path = run_stages(tmp_path, study, checkpoints, targets, output_words=words, **given)
-    spec = scores_spec(checkpoints, targets, **given)
-    train = pd.read_hdf(path, "train")
-    if larger_is_better:
+    train, about = pd.read_hdf(path, "train"), pd.read_hdf(path, "targets")
+    if words.get("larger_is_better"):
         scores = pd.read_hdf(path, "scores").to_numpy(np.float64)
         np.testing.assert_allclose(train["harm"], np.maximum(-scores, 0).mean(axis=1), rtol=1e-5)
-        assert pd.read_hdf(path, "targets")["improves"].tolist() == [1, 1, 1]
-        asked = {"listed": tmp_path / "a.csv", "scores": path, "spec": spec, "code": "code"}
-        write_list(**asked, kind="drop")
-        return
-    assert not {"help", "harm"} & set(train)
-    assert "improves" not in pd.read_hdf(path, "targets")
+        assert about["improves"].tolist() == [1, 1, 1]
+    else:
+        assert not {"help", "harm"} & set(train)
+        assert "improves" not in about
 
 
 def test_a_list_of_other_scores_is_refused(finished, tmp_path):

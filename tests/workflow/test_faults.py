@@ -136,6 +136,8 @@ def test_shards_that_are_done_stay_when_snakemake_or_a_job_is_told_to_stop(study
 
     once = ("join_shards", "compute_normal_matrix", "compute_scores", "average_scores")
     assert study.run() == {"compute_features_shard": 2, **dict.fromkeys(once, 1)}
+    assert shards() == []  # joined
+    assert study.would_run() == {}
     check_same_scores(study, finished)
 
 
