@@ -49,7 +49,6 @@ own_share = ModelOutput(
 NETS = {
     "regression": lambda: nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)),
     "image_classification": lambda: nn.Linear(2, 3),
-    "two_classes": lambda: nn.Linear(2, 2),
     "language_modelling": lambda: nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 8)),
     "multi_label": lambda: nn.Linear(3, 4),
     "segmentation": lambda: nn.Conv2d(1, 2, 1),
@@ -66,11 +65,6 @@ def regression(random):
 def classes(random):
     labels = torch.arange(N) % 3 * (torch.arange(N) < 120)  # half are of class 0
     return torch.randn(N, 2, generator=random) + 4 * torch.eye(3)[labels][:, :2], labels
-
-
-def two_classes(random):
-    labels = torch.arange(N) % 2
-    return torch.randn(N, 2, generator=random) + 4 * labels[:, None], labels
 
 
 def sentences(random):
@@ -103,7 +97,6 @@ def pixels(random):
 DATA = {
     "regression": regression,
     "image_classification": classes,
-    "two_classes": two_classes,
     "language_modelling": sentences,
     "multi_label": signs,
     "segmentation": pixels,
@@ -167,10 +160,6 @@ SPOILED = {
         "classes in another order": lambda x, y: (x, (y + 1) % 3),
         "inputs not scaled": lambda x, y: (-30 * x - 100, y),
     },
-    "two_classes": {
-        "classes in another order": lambda x, y: (x, 1 - y),
-        "inputs not centred": lambda x, y: (x + 100, y),
-    },
     "language_modelling": {"other ids": other_ids},
     "multi_label": {"labels in another order": lambda x, y: (x, y.flip(1))},
     "segmentation": {"pictures turned": lambda x, y: (x.flip(3), y)},
@@ -211,7 +200,7 @@ def scored(folder, kind, data, net, **settings):
     study = folder / "study.py"
     names = f"KIND, FILE = {kind!r}, {str(folder / 'data.pt')!r}\n"
     study.write_text(names + STUDY)
-    given = {"model_output": kind.replace("two_classes", "image_classification"), **settings}
+    given = {"model_output": kind, **settings}
     run_exact_stages(folder / "results", study, {"c0": folder / "c0.pt"}, [0, 1, 2], **given)
     return study, given["model_output"]
 
@@ -248,15 +237,14 @@ def test_the_report_states_the_fit_and_warns_of_a_bad_one(kind, spoiled, trained
 @pytest.mark.parametrize(("kind", "spoiled"), CASES)
 def test_the_fit_is_counted_and_an_attributor_tells_of_a_bad_one(kind, spoiled, trained, capsys):
     x, y, net = spoiled_as(spoiled, kind, trained)
-    output = kind.replace("two_classes", "image_classification")
     samples = Split(list(zip(x, y, strict=True)), list(range(N)))
     for settings in ({"projection": "exact"}, {"proj_dim": 8}):
         notice.cache_clear()
-        fitted = Attributor(net, output, **settings).fit((x, y))
+        fitted = Attributor(net, kind, **settings).fit((x, y))
         told = "Notice: the models predict their training samples badly. The models predict "
         assert (told in capsys.readouterr().out) == bool(spoiled)
         table = fitted.score((x[:3], y[:3])).train.rename_axis("id").reset_index()
-        fit = fit_of(table, about_output(output), samples)
+        fit = fit_of(table, about_output(kind), samples)
         assert (fit.value, fit.guess) == pytest.approx(expected(kind, net, x, y), rel=1e-5)
 
 

@@ -3,7 +3,6 @@
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,9 +15,8 @@ import patience
 import pytest
 import yaml
 from no_locks import needs_compiler, without_locks
-from own_checkpoints import own_study, save_own_checkpoint
+from own_checkpoints import own_study
 from running import Running
-from workspace import Workspace, scoring
 
 from trak_core.artifacts import FEATURES, open_artifact
 
@@ -219,22 +217,3 @@ def test_a_run_on_a_disk_that_knows_no_locks(tmp_path):
     logs = [path.read_text() for path in study.path("results/logs/compute_features").rglob("*.log")]
     assert ["locks: FALSE\n" in log for log in logs] == [True, True]
     assert len(pd.read_hdf(study.path("results/scores/few.h5"), "scores")) == 342
-
-
-def test_a_copy_by_hard_links_keeps_its_results(study, tmp_path):
-    """`cp -al results`: a run replaces files, and writes into none but timings and its lock."""
-    copy = Workspace(tmp_path / "copy", study.config, study.snakefile)
-    copy.folder.mkdir()
-    shutil.copytree(study.path("results"), copy.path("results"), copy_function=os.link)
-    for name in ("mine", ".snakemake"):
-        shutil.copytree(study.path(name), copy.path(name))
-    shutil.copy2(study.path("diabetes.py"), copy.folder)
-    files = [path for path in copy.path("results").rglob("*") if path.is_file()]
-    before = {path: path.read_bytes() for path in files if path.suffix != ".tsv"}
-    scores = study.path("results/scores/few.h5").read_bytes()
-    save_own_checkpoint(study, 0, scale=2)
-    assert study.run() == scoring(1, 1)
-    assert study.path("results/scores/few.h5").read_bytes() != scores
-    assert {path: path.read_bytes() for path in before} == before
-    assert len(before) > 12
-    assert copy.would_run() == {}
