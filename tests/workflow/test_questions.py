@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pandas as pd
 import pytest
-from refusals import message
 from workspace import REPOSITORY
 
 STUDY = """
@@ -106,9 +105,3 @@ def test_questions_in_python_and_in_a_table(study):
     question = QUESTION.replace("402", "403").replace('"second"', '"b", "c"')
     study.path("asked.py").write_text(question)
     assert study.would_run(*scores) == ONE
-
-
-def test_a_bad_question_is_refused_before_any_job(study):
-    study.path("asked.jsonl").write_text("{}\n[]\n")
-    study.config["experiments"]["asked"] = {"data": "asked.jsonl"}
-    assert "line 2 is not a JSON object" in message(study.fail("--dry-run"))

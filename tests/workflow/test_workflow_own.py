@@ -106,24 +106,6 @@ def test_files_of_other_settings_are_refused_though_snakemake_knows_nothing(stud
     assert "rule compute_scores remakes it" in output
 
 
-def test_one_byte_of_a_data_file_runs_again_what_an_edit_of_the_study_does(tmp_path):
-    study = own_study(tmp_path / "study", 1, data_files=["rows/*.csv"])
-    study.path("rows").mkdir()
-    study.path("rows/a.csv").write_text("1,2\n")
-    target = "results/features/c0/few.h5"
-    assert study.run(target) == {"compute_features": 1}
-    assert study.run(target, "-n") == {}
-    study.path("rows/a.csv").touch()
-    assert study.run(target, "-n") == {}
-    study.path("rows/a.csv").write_text("1,3\n")
-    assert study.run(target, "-n") == {"compute_features": 1}
-    study.path("rows/a.csv").write_text("1,2\n")
-    file = study.path("diabetes.py")
-    before = file.read_text()
-    file.write_text(f"{before}\n# a comment\n")
-    assert study.run(target, "-n") == {"compute_features": 1}
-
-
 def test_paths_that_a_shell_would_run_and_a_results_folder_elsewhere(tmp_path):
     """By a real job: names with spaces and signs; results behind a symbolic link."""
     workspace = own_study(tmp_path / "a study", 1)
