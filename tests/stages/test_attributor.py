@@ -347,8 +347,6 @@ def test_pictures_show_in_a_notebook():
     for row in pd.concat([scores.top(3), scores.bottom(3)]).itertuples():
         assert f"<b>{row.train}</b> label {labels[row.train]}, {row.score:+.3g}</div>" in shown
     assert "5 of 6 targets are shown" in made.score((images[:6], labels[:6]))._repr_html_()
-    with refused("attribution.no_tokens"):
-        made.tokens(made.score((images[:3], labels[:3])))
     assert shown.count('<img src="data:image/png') >= 9
 
 
