@@ -5,11 +5,8 @@ import re
 import shlex
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
-import numpy as np
-import pandas as pd
 import pytest
 from base_studies import TRAINED
 from own_checkpoints import own_study, save_own_checkpoint
@@ -103,23 +100,6 @@ def test_checkpoints_in_a_store(s3, in_environment, local, tmp_path):
     assert study.would_run() == {}
     s3.put(save_own_checkpoint(study, 1, scale=2), "runs/c1.pt")
     assert study.would_run() == AGAIN
-
-
-def test_models_retrained_elsewhere_in_a_store(s3, in_environment, local, tmp_path):
-    study = local.copy(tmp_path / "study")
-    random = np.random.default_rng(0)
-    truth = tmp_path / "truth.h5"
-    for key, columns in ("masks", range(342)), ("outputs", ["patient-342", "patient-400"]):
-        frame = pd.DataFrame(random.integers(0, 2, (8, len(columns))), columns=list(columns))
-        frame.astype(np.float64).to_hdf(truth, key=key)
-    s3.put(truth, "truth.h5")
-    study.config["evaluation"] = {"ground_truth": "s3://my-bucket/truth.h5"}
-    measured = ("results/evaluation/few.h5",)
-    assert study.run(*measured) == {"evaluate_scores": 1}
-    assert study.would_run(*measured) == {}
-    time.sleep(1.1)  # S3 tells whole seconds
-    s3.put(truth, "truth.h5")
-    assert study.would_run(*measured) == {"evaluate_scores": 1}
 
 
 STUDY_BESIDE = """

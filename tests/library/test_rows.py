@@ -57,6 +57,14 @@ def test_text_stays_as_written_in_every_use(tmp_path, suffix):
         assert [filled_in("{answer}", row) for row in read_rows(file)] == AS_WRITTEN
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".tsv"])
+def test_unicode_s_separators_end_no_line(tmp_path, suffix):
+    path, text = tmp_path / f"rows{suffix}", "one\u2028line, \u0085 too"
+    path.write_text(f'{{"text": "{text}"}}\n' if suffix == ".jsonl" else f'text\n"{text}"\n')
+    assert [row["text"] for row in read_rows(path)] == [text]
+    assert [row["text"] for row in read_questions(path)[1]] == [text]
+
+
 @pytest.mark.parametrize(
     "text", ["1.10", "1.0", "12", "-0.0", "1e3", "1E-07", "0.30000000000000001"]
 )

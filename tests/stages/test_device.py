@@ -13,20 +13,11 @@ import torch
 from own_checkpoints import network
 from pipeline import ON_CPU, features_spec
 from refused import refused
-from torch.nn.functional import scaled_dot_product_attention
 from workspace import REPOSITORY
 
 from trak_core.artifacts import FEATURES, open_artifact
+from trak_core.attribution import project_gradients
 from trak_core.attribution.device import hold_one
-from trak_core.gradients import (
-    as_batch,
-    formed_gradients,
-    gradient_method,
-    gradients_at_once,
-    gradients_one_by_one,
-    select_parameters,
-)
-from trak_core.model_outputs.supervised import CLASSIFICATION
 from trak_core.stages.compute_features import compute_features
 
 HAS_GPU = torch.cuda.is_available()
@@ -72,42 +63,32 @@ def test_cuda_computes_the_cpu_s_features(features):
     torch.testing.assert_close(numbers, expected, rtol=1e-4, atol=1e-5)
 
 
-class Biased(torch.nn.Module):
-    """Attention with a bias that all samples share, as in Swin. On a GPU it is one kernel."""
+class LateCopies:
+    """Copies from a GPU whose numbers arrive when their event is awaited."""
 
-    def __init__(self):
-        super().__init__()
-        self.inner, self.head = torch.nn.Linear(8, 48), torch.nn.Linear(16, 3)
-        self.bias = torch.nn.Parameter(torch.randn(2, 7, 7))
+    def __init__(self, tensors):
+        self.tensors, self.copies = tensors, [torch.full_like(x, -7) for x in tensors]
 
-    def forward(self, x):
-        q, k, v = self.inner(x).view(*x.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
-        attended = scaled_dot_product_attention(
-            q, k, v, attn_mask=self.bias.expand(len(x), -1, -1, -1)
-        )
-        return self.head(attended.transpose(1, 2).flatten(2).mean(1))
+    def synchronize(self):
+        for copy, tensor in zip(self.copies, self.tensors, strict=True):
+            copy.copy_(tensor)
 
 
-@needs_gpu
-def test_a_bias_of_fused_attention_needs_one_pass_on_a_gpu():
-    model = Biased().cuda().eval()
-    samples = torch.randn(3, 7, 8, device="cuda"), torch.tensor([0, 2, 1], device="cuda")
-    batch, parameters = as_batch(samples, CLASSIFICATION), select_parameters(model, None)
-    given = model, parameters, CLASSIFICATION, batch
-    assert gradient_method(*given) is gradients_at_once
-    pairs = zip(
-        *(
-            formed_gradients(m, *given).gradients.values()
-            for m in (gradients_at_once, gradients_one_by_one)
-        ),
-        strict=True,
-    )
-    for numbers, expected in pairs:
-        torch.testing.assert_close(numbers, expected, rtol=1e-4, atol=1e-5)
+def test_copies_of_a_batch_are_awaited_before_they_are_stored(features, monkeypatch):
+    expected, _ = features("cpu")
+
+    def copied(tensors):
+        event = LateCopies(tensors)
+        return event.copies, event
+
+    monkeypatch.setattr(project_gradients, "_copied", copied)
+    numbers, _ = features("cpu")
+    assert torch.equal(numbers, expected)
 
 
 HOLD = """
 import os, signal, sys
+from trak_core.attribution import project_gradients
 from trak_core.attribution.device import hold_one
 
 for _ in sys.stdin:

@@ -119,21 +119,19 @@ def test_names_of_classes_are_different_texts(tmp_path, names, value):
 
 
 def test_classes_are_shown_by_their_names():
-    targets = pd.DataFrame({"label": [0, 1], "prediction": [1, 2]})
-    scores = File("", "", {}, {"model_output": "image_classification"}, {"targets": targets})
-    assert with_class_names(scores, []) is scores
+    """A column of the study may have the name of a column of groups."""
+    columns = {"label": [0, 1], "prediction": [1, 2], "column": "label", "group": [5, 6]}
+    tables = {"targets": pd.DataFrame(columns)}
+    scores = File("", "", {}, {"model_output": "image_classification"}, tables)
     named = with_class_names(scores, ["cat", "dog"]).tables["targets"]
-    assert named.to_dict("list") == {"label": ["cat", "dog"], "prediction": ["dog", 2]}
-    # A column of the study may have the name of a column of groups.
-    own = replace(scores, tables={"targets": targets.assign(column="label", group=[5, 6])})
-    named = with_class_names(own, ["cat", "dog"]).tables["targets"]
-    assert named["label"].tolist() == ["cat", "dog"]
-    assert named["group"].tolist() == [5, 6]
+    expected = {"label": ["cat", "dog"], "prediction": ["dog", 2], "group": [5, 6]}
+    assert named[[*expected]].to_dict("list") == expected
     groups = pd.DataFrame({"column": ["label", "site"], "group": ["1", "1"]})
     named = with_class_names(replace(scores, tables={"groups": groups}), ["cat", "dog"])
     assert named.tables["groups"]["group"].tolist() == ["dog", "1"]
-    other = replace(scores, spec={"model_output": "regression"})
-    assert with_class_names(other, ["cat", "dog"]) is other
+    regression = replace(scores, spec={"model_output": "regression"})
+    for file, names in ((scores, []), (regression, ["cat", "dog"])):
+        assert with_class_names(file, names) is file
 
 
 def test_odd_texts_are_shown_unchanged(results, shown_as):

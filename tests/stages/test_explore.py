@@ -143,20 +143,16 @@ def written(contents, folder):
 def test_regression_has_no_helpful_or_harmful_samples(results, shown_as):
     """To raise or lower a number is neither help nor harm."""
     study, (answer, _) = shown_as["described"]
-    pages = [answer.read_text(), report_of(results)]
-    of_own = rendered_answer(explored(results, study, model_output="own.py:f"), "study.py")
-    of_loss = rendered_answer(explored(results, study, model_output="loss"), "study.py")
-    for page, subject in (
-        (pages[0], "the prediction"),
-        (pages[1], "the prediction"),
-        (of_own, "f"),
-    ):
+    of_own, of_loss = (
+        rendered_answer(explored(results, study, model_output=output), "study.py")
+        for output in ("own.py:f", "loss")
+    )
+    for page in (answer.read_text(), report_of(results), of_own):
+        subject = "f" if page is of_own else "the prediction"
         assert f"Raise {subject} most" in page
         assert f"Lower {subject} most" in page
         assert not re.search(r"helpful|harmful", page, re.I)
-        assert ("good where f is below the label" in page) == (subject == "the prediction")
     assert "Most helpful: push f up" in of_loss
-    assert "Raise" not in of_loss
 
 
 def test_equal_samples_are_marked(results, tmp_path):

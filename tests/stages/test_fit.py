@@ -43,17 +43,12 @@ def target_data():
 own_share = ModelOutput(
     lambda y, label: -(y - label).square().mean(), prediction=lambda y, label: (y > 0).float().sum()
 )
-
-
-def first(y, label):
-    return y.flatten()[0]
 """
 
 
 NETS = {
     "regression": lambda: nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)),
     "image_classification": lambda: nn.Linear(2, 3),
-    "two_classes": lambda: nn.Linear(2, 2),
     "language_modelling": lambda: nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 8)),
     "multi_label": lambda: nn.Linear(3, 4),
     "segmentation": lambda: nn.Conv2d(1, 2, 1),
@@ -70,11 +65,6 @@ def regression(random):
 def classes(random):
     labels = torch.arange(N) % 3 * (torch.arange(N) < 120)  # half are of class 0
     return torch.randn(N, 2, generator=random) + 4 * torch.eye(3)[labels][:, :2], labels
-
-
-def two_classes(random):
-    labels = torch.arange(N) % 2
-    return torch.randn(N, 2, generator=random) + 4 * labels[:, None], labels
 
 
 def sentences(random):
@@ -107,7 +97,6 @@ def pixels(random):
 DATA = {
     "regression": regression,
     "image_classification": classes,
-    "two_classes": two_classes,
     "language_modelling": sentences,
     "multi_label": signs,
     "segmentation": pixels,
@@ -171,10 +160,6 @@ SPOILED = {
         "classes in another order": lambda x, y: (x, (y + 1) % 3),
         "inputs not scaled": lambda x, y: (-30 * x - 100, y),
     },
-    "two_classes": {
-        "classes in another order": lambda x, y: (x, 1 - y),
-        "inputs not centred": lambda x, y: (x + 100, y),
-    },
     "language_modelling": {"other ids": other_ids},
     "multi_label": {"labels in another order": lambda x, y: (x, y.flip(1))},
     "segmentation": {"pictures turned": lambda x, y: (x.flip(3), y)},
@@ -222,7 +207,7 @@ def scored(folder, kind, data, net, **settings):
     study = folder / "study.py"
     names = f"KIND, FILE = {kind!r}, {str(folder / 'data.pt')!r}\n"
     study.write_text(names + STUDY)
-    given = {"model_output": kind.replace("two_classes", "image_classification"), **settings}
+    given = {"model_output": kind, **settings}
     run_exact_stages(folder / "results", study, {"c0": folder / "c0.pt"}, [0, 1, 2], **given)
     return study, given["model_output"]
 
@@ -235,13 +220,13 @@ def report_of(folder, kind, data, net, **settings):
     return page.text, BAD in page.headings
 
 
-SHOWN = [
-    *(("regression", spoiled) for spoiled in ("", "label in other units")),
-    *(("language_modelling", spoiled) for spoiled in ("", "other ids")),
-]
-
-
-@pytest.mark.parametrize(("kind", "spoiled"), SHOWN)
+@pytest.mark.parametrize(
+    ("kind", "spoiled"),
+    [
+        *(("regression", spoiled) for spoiled in ("", "label in other units")),
+        *(("language_modelling", spoiled) for spoiled in ("", "other ids")),
+    ],
+)
 def test_the_report_states_the_fit_and_warns_of_a_bad_one(kind, spoiled, trained, tmp_path, capsys):
     x, y, net = spoiled_as(spoiled, kind, trained)
     value, guess = expected(kind, net, x, y)
@@ -255,37 +240,30 @@ def test_the_report_states_the_fit_and_warns_of_a_bad_one(kind, spoiled, trained
 @pytest.mark.parametrize(("kind", "spoiled"), CASES)
 def test_the_fit_is_counted_and_an_attributor_tells_of_a_bad_one(kind, spoiled, trained, capsys):
     x, y, net = spoiled_as(spoiled, kind, trained)
-    output = kind.replace("two_classes", "image_classification")
     samples = Split(list(zip(x, y, strict=True)), list(range(N)))
     for settings in ({"projection": "exact"}, {"proj_dim": 8}):
         notice.cache_clear()
-        fitted = Attributor(net, output, **settings).fit((x, y))
+        fitted = Attributor(net, kind, **settings).fit((x, y))
         told = "Notice: the models predict their training samples badly. The models predict "
         assert (told in capsys.readouterr().out) == bool(spoiled)
         table = fitted.score((x[:3], y[:3])).train.rename_axis("id").reset_index()
-        fit = fit_of(table, about_output(output), samples)
+        fit = fit_of(table, about_output(kind), samples)
         value, guess = expected(kind, net, x, y)
         assert fit.measure.startswith(sentence_of(kind, value))
         assert kind == "regression" or f"right for {100 * guess:.3g} %." in fit.measure
 
 
-def test_the_fit_is_unknown_if_all_labels_are_equal(trained, tmp_path):
+@pytest.mark.parametrize("output", ["regression", "study.py:own_share"])
+def test_a_report_does_not_warn_of_an_unknown_fit(output, trained, tmp_path):
+    """All labels are equal, or predictions are no labels."""
     x, y, net = trained["regression"]
-    text, warns = report_of(tmp_path, "regression", (x, torch.full_like(y, 7.5)), net)
-    assert "label 7.5, so the fit is unknown" in text
-    assert not warns
-    assert "no better than a constant guess" not in text
-
-
-@pytest.mark.parametrize("output", ["loss", "study.py:first", "study.py:own_share"])
-def test_the_fit_is_unknown_if_predictions_are_no_labels(output, trained, tmp_path):
-    x, y, net = trained["regression"]
-    data = (x,) if output == "loss" else (x, y / 1000)
+    y = torch.full_like(y, 7.5) if output == "regression" else y / 1000
     output = output.replace("study.py", str(tmp_path / "study.py"))
-    text, warns = report_of(tmp_path, "regression", data, net, model_output=output)
-    assert "their training samples" not in text
+    text, warns = report_of(tmp_path, "regression", (x, y), net, model_output=output)
     assert not warns
     assert "no better than a constant guess" not in text
+    assert ("label 7.5, so the fit is unknown" in text) == (output == "regression")
+    assert output == "regression" or "their training samples" not in text
 
 
 def part_table(label, prediction):
@@ -302,6 +280,7 @@ NO_SAMPLES = Split([], [])
         (OWN, [0, 1, 1, 2] * 9, [0, 1, 1, 1] * 9, False),
         (OWN, [10, 12, 9], [9, 11, 9], False),
         ("image_classification", [3, 3, 3, 3], [3, 3, 3, 3], True),
+        ("loss", [0, 0, 0], [1.0, 2, 3], False),
         ("clip", [1, 1, 1], [0.0, 0, 1], False),
     ],
 )
@@ -363,5 +342,5 @@ def test_a_large_label_or_a_long_text_causes_no_warning():
 def test_the_page_of_answers_warns_too(trained, tmp_path):
     x, y, net = trained["language_modelling"]
     study, _ = scored(tmp_path, "language_modelling", other_ids(x, y), net)
-    _, answer, _ = draw(tmp_path / "results", tmp_path, study)
+    answer, _ = draw(tmp_path / "results", tmp_path, study)
     assert BAD in Page(answer.read_text()).text

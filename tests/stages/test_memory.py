@@ -12,8 +12,6 @@ from workspace import REPOSITORY
 
 from trak_core.artifacts import FEATURES, create
 from trak_core.config.memory_needs import (
-    GroupsNeed,
-    Need,
     average_need,
     check_memory,
     evaluation_need,
@@ -27,13 +25,6 @@ from trak_core.errors import InputError
 from trak_core.settings import Combine, FeaturesSpec, ScoresSpec, Setting, settings_of
 from trak_core.stages.average_scores import average_scores
 from trak_core.stages.compute_scores import compute_normal_matrix, compute_scores
-
-
-def test_rows_use_half_of_the_memory_that_is_left():
-    assert Need("it", 0, 10**4).rows(100) == 100 * 2**20 // 2 // 10**4 // 1024 * 1024
-    # Fewer rows than a chunk: a power of two, so that blocks do not share chunks.
-    assert Need("it", 60 * 2**20, 10**5).rows(100) == 128
-    assert GroupsNeed(2, 100, 20).rows(64) == 256
 
 
 def test_large_models_need_memory_for_their_weights(tmp_path):

@@ -124,16 +124,13 @@ def test_an_attributor_leaves_the_precision_of_the_process(linear, seen, precisi
 
 def test_features_of_different_precision_are_not_combined(linear, tmp_path):
     train, _, attributor = linear
-    attributor(precision="highest").fit(train, "folder")
-    file = tmp_path / "folder/features/c0/train.h5"
-    with open_artifact(file, FEATURES) as features:
+    for own, other in (("highest", "high"), ("high", "highest")):
+        attributor(precision=own).fit(train, own)
+        with refused("attribution.other_folder", "precision"):
+            attributor(precision=other).fit(train, own)
+    with open_artifact(tmp_path / "highest/features/c0/train.h5", FEATURES) as features:
         assert "precision" not in features.spec  # as in files of earlier versions
-    with refused("attribution.other_folder", "precision"):
-        attributor(precision="high").fit(train, "folder")
-    attributor(precision="high").fit(train, "other")
-    with refused("attribution.other_folder", "precision"):
-        attributor().fit(train, "other")
-    with open_artifact(tmp_path / "other/features/c0/train.h5", FEATURES) as features:
+    with open_artifact(tmp_path / "high/features/c0/train.h5", FEATURES) as features:
         assert features.spec["precision"] == "high"
         with pytest.raises(ArtifactError, match=r"'precision': None.*'precision': 'high'"):
             check_made_for(features, features_spec("regression", 8))

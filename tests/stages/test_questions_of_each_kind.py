@@ -142,11 +142,6 @@ def check_tokens(results, line, capsys):
     assert set(found.index) == set(expected.index)
     largest = answer.scores.abs().max()
     np.testing.assert_allclose(found.loc[expected.index], expected, rtol=0, atol=1e-5 * largest)
-    sums = answer.tokens.groupby(["side", "train_id"])["score"].sum()
-    for side in ("train", "target"):
-        np.testing.assert_allclose(
-            sums[side].loc[answer.top["train_id"]], answer.top["score"], atol=1e-5 * largest
-        )
     assert "".join(answer.tokens_of()["text"]) == QUESTION[0]["text"]
     (row,) = [row for row in ROWS if row["id"] == answer.top["train_id"][0]]
     assert "".join(answer.tokens_of(row["id"])["text"]) == row["text"]
@@ -199,11 +194,6 @@ def test_texts_that_the_model_does_not_take_and_a_study_of_another_version(
     long = " ".join(["sky"] * 500)
     write(tmp_path / "odd.jsonl", [{"text": long}, {"text": ""}, {"text": "sky"}, *QUESTION])
     run = trak_core.open("results")
-    with refused("studies.context", 500):
-        run.ask(long)
-    tokens = torch.ones(500, dtype=torch.long)
-    with refused("gradients.model_call", "IndexError", 500):
-        run.ask({"input_ids": tokens, "labels": tokens})
 
     def too_long(*_):
         raise AssertionError("more than 30 positions")

@@ -354,9 +354,7 @@ def test_an_output_must_not_match_a_pattern_of_data_files(here):
         ask(["more.yaml", "--csv", "new.jsonl"])
 
 
-def test_configs_that_are_refused(here):
-    with refused("command.no_config", "results"):
-        ask(["results"])
+def test_a_checkpoint_in_a_store_is_refused(here):
     schema = REPOSITORY / "workflow/schemas/config.schema.yaml"
     config = read_config(here.parent / "mine.yaml", schema)
     config["checkpoints"] = {"far": "s3://bucket/far.pt"}

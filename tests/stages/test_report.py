@@ -11,23 +11,15 @@ import pandas as pd
 import pytest
 from jinja2 import UndefinedError
 from refused import refused
-from reported import HOSTILE, TARGETS, config_of, lds, page_of, write
+from report_page import Page
+from reported import HOSTILE, check_alone, config_of, page_of, write
 
 import trak_core.report
-from trak_core.artifacts import (
-    EVALUATION,
-    GROUPS,
-    REMOVALS,
-    SCORES,
-    SELF_INFLUENCE,
-    create,
-    open_artifact,
-)
+from trak_core.artifacts import EVALUATION, GROUPS, REMOVALS, SCORES, create, open_artifact
 from trak_core.report.describe_samples import EACH
 from trak_core.report.render import rendered
-from trak_core.report.template_filters import number, signed
+from trak_core.report.template_filters import fixed, number, signed
 
-BEYOND = "examples that push f up most by the scores, beyond random examples"
 TEMPLATES = Path(trak_core.report.__file__).parent / "templates"
 
 
@@ -94,89 +86,68 @@ def test_exact_scores_have_no_condition_numbers(results, page):
     assert "Condition numbers" in page.text
 
 
-def artifact(path, kind, spec=(), attributes=(), **tables):
-    with create(path, kind, dict(spec), {"torch": "7.7"}, **dict(attributes)) as writer:
-        for key, rows in tables.items():
-            writer.table(key, pd.DataFrame(rows), [])
-    return path
+# Rows of tables, by what files call them.
+METHODS = {
+    "scores": "these scores",
+    "gradient_dot": "inner products of gradients",
+    "noise_ceiling": "ceiling: the estimated LDS of a perfect method",
+}
+MEASURES = {
+    **{"change": "change of f", "flips": "another class predicted"},
+    **{"target_loss": "loss", "accuracy": "accuracy"},
+}
+SUBSETS = {
+    "everything": "all training examples",
+    "top": "examples that push f up most by the scores",
+    "list": "the first examples of the list drop",
+    "random": "random examples",
+    "embedding_cosine": "examples with the most similar embeddings",
+}
 
 
-@pytest.fixture(scope="module")
-def measured(results):
-    """Return the page of a study with all measurements, with made-up numbers."""
-    with open_artifact(results / "scores/mine.h5", SCORES) as scores:
-        spec = {"scores": scores.content_hash, "weighting": "plain", "experiment": "mine"}
-    setting = {"loss_weight_power": 1.0, "combine": "product_of_averages", "proj_dim": 8}
-    sweep = pd.DataFrame([{"damping": 0.5, "lds": 0.31}, {"damping": 2.0, "lds": 0.41}])
-    sweep = sweep.assign(**setting, lds_chosen_by=sweep["lds"], lds_reported=sweep["lds"])
-    best = sweep.drop(columns="lds").assign(setting=["config", "best"], low=0.1, high=0.5)
-    correlations = {"method": ["scores", "noise_ceiling"], "correlation": [0.25, 0.75]}
-    by_target = pd.merge(pd.DataFrame(correlations), pd.Series(TARGETS, name="target_id"), "cross")
-    subsets = ("top", "random", "top less random")
-    means = {"change": [-3.5, -0.25, -3.25], "flips": [0.1875, 0.25, -0.0625]}
-    rows = [
-        (measure, *row) for measure, own in means.items() for row in zip(subsets, own, strict=True)
-    ]
-    change = pd.DataFrame(rows, columns=["measure", "subset", "mean"])
-    change = change.assign(low=change["mean"] - 1, high=change["mean"] + 1)
-    counts = {"n_subsets": 40, "part_kept": 0.5, "n_seeds": 3, "n_targets": 4, "confidence": 0.95}
-    trainings = {"confidence": 0.95, "n_trainings": 3, "n_targets": 4}
-    evaluation = {
-        "summary": lds(0.31, 0.21, 0.11, 0.62)["mine"].tables["summary"],
-        "targets": by_target.assign(proj_dim=8),
-        "checkpoints": {"n_checkpoints": [1, 2], "lds": [0.1, 0.2], "low": 0.0, "high": 0.5},
-        "sweep": sweep,
-        "best": best,
-    }
-    removals = {
-        "summary": pd.merge(change, pd.Series([5, 10], name="n"), "cross"),
-        "targets": [
-            {"measure": "change", "subset": "top", "n": 5, "target_id": "plain", "mean": 1.0}
-        ],
-    }
-    files = {
-        "evaluations": artifact(
-            results / "evaluation/mine.h5", EVALUATION, spec, counts, **evaluation
-        ),
-        "removals": artifact(
-            results / "removals/mine.h5", REMOVALS, spec | {"list": None}, trainings, **removals
-        ),
-        "self_influence": artifact(
-            results / "self_influence.h5",
-            SELF_INFLUENCE,
-            train=pd.DataFrame({"label": range(12), "prediction": 1.5}).assign(
-                id=lambda rows: "row-" + rows["label"].astype(str),
-                self_influence=lambda rows: rows["label"] / 7,
-            ),
-        ),
-    }
-    return page_of(results, **{name: [file] for name, file in files.items()})
-
-
-def test_measurements_are_in_tables(measured):
-    for first, cells in {
-        "these scores": ["0.310", "0.210", "0.900", "", "", ""],
-        "ceiling: the estimated LDS of a perfect method": ["0.620"],
-        "inner products of gradients": ["0.110", "0.000", "0.500", "0.200", "-0.100", "0.400"],
-        "best of the sweep": ["2"],
-        "this config": ["0.5", "1", "product of averages", "8", "0.310", "0.310"],
-        "change of f, examples that push f up most by the scores": ["5", "-3.5"],
-        f"change of f, {BEYOND}": ["5", "-3.25", "-4.25", "-2.25"],
-        f"another class predicted, {BEYOND}": ["5", "-0.0625"],
-        "row-11": ["11", "1.5", "1.57"],
-    }.items():
-        row = [cell.replace("\N{MINUS SIGN}", "-") for cell in measured.row(first)]
-        assert row[: len(cells)] == cells
-    assert "row-1 " not in measured.text[measured.text.index("The largest. All are in") :]
+def test_measurements_are_in_tables(evaluated):
+    """Evaluations, removals for targets and by a list, and self-influence of a study that ran."""
+    results = evaluated.path("results")
+    page = Page((results / "report.html").read_text())
+    check_alone(page)
+    summary = pd.read_hdf(results / "evaluation/few.h5", "summary").set_index("method")
+    for method, name in METHODS.items():
+        keys = ("lds", "low", "high", "behind", "behind_low", "behind_high")
+        cells = [fixed(summary.loc[method, key], 3) for key in keys]
+        assert page.row(name) == (cells[:3] + [""] * 3 if method == "scores" else cells)
+    best = pd.read_hdf(results / "evaluation/few.h5", "best").set_index("setting")
+    for setting, name in (("best", "best of the sweep"), ("config", "this config")):
+        row = best.loc[setting]
+        lds = [fixed(row[key], 3) for key in ("lds_chosen_by", "lds_reported", "low", "high")]
+        settings = [number(row["damping"]), number(row["loss_weight_power"])]
+        settings += [row["combine"].replace("_", " "), str(row["proj_dim"])]
+        assert page.row(name) == settings + lds
+    for file, baseline in (("few", "embedding_cosine"), ("lists/drop", "random")):
+        means = pd.read_hdf(results / f"removals/{file}.h5", "summary")
+        means = means[means["measure"].isin(MEASURES)]  # not f, which is in both tables
+        assert means["subset"].str.endswith(f" less {baseline}").any()
+        for row in means.drop_duplicates(["measure", "subset"]).itertuples():
+            own, _, other = row.subset.partition(" less ")
+            name = f"{MEASURES[row.measure]}, {SUBSETS[own]}"
+            name += f", beyond {SUBSETS[other]}" if other else ""
+            cells = [number(row.mean), number(row.low), number(row.high)]
+            assert page.row(name) == [str(row.n or "all"), *cells], name
+    train = pd.read_hdf(results / "self_influence.h5", "train").nlargest(3, "self_influence")
+    for row in train.itertuples():
+        assert page.row(str(row.id))[-1] == number(row.self_influence)
+    charts = [image["alt"] for image in page.all("img")]
+    assert "Accuracy: accuracy against training examples removed" in charts
+    assert "Loss: loss against training examples removed" in charts
 
 
 def test_measurements_of_other_scores_are_refused(results):
     with open_artifact(results / "scores/mine.h5", SCORES) as scores:
         expected = scores.content_hash
     for kind, key in ((EVALUATION, "evaluations"), (REMOVALS, "removals")):
-        tables = {table: [{"subset": "top"}] for table in kind.keys}
-        about = {"scores": "another", "experiment": "mine"}
-        other = artifact(results / "other/mine.h5", kind, about, **tables)
+        other = results / "other/mine.h5"
+        with create(other, kind, {"scores": "another", "experiment": "mine"}, {}) as writer:
+            for table in kind.keys:
+                writer.table(table, pd.DataFrame([{"subset": "top"}]), [])
         values = ("other/mine.h5", "scores/mine.h5", "another", expected)
         with refused("report.other_scores", *values):
             write(results, **{key: [other]})
@@ -215,34 +186,3 @@ def test_groups_have_a_chart_and_a_table(results):
     assert shown.text.index("$x^{ less <b>anna") < shown.text.index("<b>anna less $x^{")
     charts = [image["alt"] for image in shown.all("img")]
     assert "By who: mean score of each who" in charts
-
-
-def test_removals_by_a_list_have_charts(results):
-    """Accuracy and loss against the number of examples; `everything` has no number."""
-    values = [
-        ("everything", 0, 0.5),
-        ("list", 4, 0.75),
-        ("random", 4, 0.25),
-        ("list less random", 4, 0.5),
-    ]
-    rows = [
-        (m, subset, n, mean)
-        for m in ("accuracy", "target_loss", "output")
-        for subset, n, mean in values
-    ]
-    summary = pd.DataFrame(rows, columns=["measure", "subset", "n", "mean"])
-    summary = summary.assign(low=summary["mean"] - 0.125, high=summary["mean"] + 0.125)
-    path = results / "removals/lists/select.h5"
-    with open_artifact(results / "scores/mine.h5", SCORES) as scores:
-        about = {"experiment": "mine", "list": "select", "scores": scores.content_hash}
-    trainings = {"confidence": 0.95, "n_trainings": 5, "n_targets": 4}
-    asked = {"evaluation": {"removals": {"select": {}}}}
-    artifact(path, REMOVALS, about, trainings, summary=summary, targets=summary)
-    shown = page_of(results, removals=[path], asked=asked)
-    first = "the first examples of the list select"
-    assert shown.row(f"accuracy, {first}") == ["4", "0.75", "0.625", "0.875"]
-    assert shown.row(f"loss, {first}, beyond random examples") == ["4", "0.5", "0.375", "0.625"]
-    assert shown.row("loss, all training examples") == ["all", "0.5", "0.375", "0.625"]
-    charts = [image["alt"] for image in shown.all("img")]
-    assert "Accuracy: accuracy against training examples trained on" in charts
-    assert "Loss: loss against training examples trained on" in charts

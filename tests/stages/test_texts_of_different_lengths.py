@@ -11,6 +11,7 @@ from oracle import projected
 from pipeline import ON_CPU, features_spec
 from refusals import preflight
 from refused import refused
+from trained_cases import assert_close
 
 from trak_core.artifacts import FEATURES, GRAMIAN, OUTPUTS, open_artifact
 from trak_core.attribution import loaded_model, write_features
@@ -102,16 +103,12 @@ def read(file):
         return artifact.index("features"), artifact.matrix("features")[:], *columns
 
 
-def close(values, expected):
-    np.testing.assert_allclose(values, expected, rtol=0, atol=1e-5 * abs(expected).max())
-
-
 def assert_same(file, expected_file):
     for column, expected in zip(read(file), read(expected_file), strict=True):
         if isinstance(expected, list):
             assert column == expected
         else:
-            close(column, expected)
+            assert_close(column, expected, 1e-5)
 
 
 @pytest.mark.parametrize("case", MODELS, indirect=True)
@@ -122,12 +119,14 @@ def test_features_equal_autograd_of_each_text(case, capsys):
         ids, features, labels, outputs, _ = read(case.features("train", kind))
         assert "Notice" not in capsys.readouterr().out
         assert ids == case.ids
-        close(features, projected(rows, PROJ_DIM, kind, parameters=case.model.parameters()))
-        close(outputs, expected)
+        assert_close(
+            features, projected(rows, PROJ_DIM, kind, parameters=case.model.parameters()), 1e-5
+        )
+        assert_close(outputs, expected, 1e-5)
         assert labels.tolist() == [len(sample["labels"]) - 1 for sample in case.samples()]
     _, features, *_ = read(case.features("mine", kind, split="mine"))
     parameters = case.model.parameters()
-    close(features, projected(rows_of_mine, PROJ_DIM, kind, parameters=parameters))
+    assert_close(features, projected(rows_of_mine, PROJ_DIM, kind, parameters=parameters), 1e-5)
 
 
 @pytest.mark.parametrize("case", ["GPT-2", "no mask"], indirect=True)
@@ -163,12 +162,12 @@ def test_gramians_equal_autograd(case, batch_size):
     (expected, rows), (of_targets, columns) = case.gradients(), case.gradients("mine")
     gramian, outputs, ids = case.gramian("train", batch_size=batch_size)
     assert ids == (case.ids, case.ids)
-    close(gramian, rows @ rows.T)
-    close(outputs, expected)
+    assert_close(gramian, rows @ rows.T, 1e-5)
+    assert_close(outputs, expected, 1e-5)
     gramian, outputs, ids = case.gramian("mine", batch_size=batch_size)
     assert ids == (case.ids, [5, 2, 0, 6])
-    close(gramian, rows @ columns[[5, 2, 0, 6]].T)
-    close(outputs, of_targets[[5, 2, 0, 6]])
+    assert_close(gramian, rows @ columns[[5, 2, 0, 6]].T, 1e-5)
+    assert_close(outputs, of_targets[[5, 2, 0, 6]], 1e-5)
 
 
 def test_embeddings_are_means_over_a_text_s_own_tokens(tmp_path, monkeypatch):
@@ -183,7 +182,7 @@ def test_embeddings_are_means_over_a_text_s_own_tokens(tmp_path, monkeypatch):
         for row, sample in zip(found, case.samples(split), strict=True):
             with torch.no_grad():
                 hidden = case.model.model(sample["input_ids"][None]).last_hidden_state[0]
-            close(row, hidden.mean(0).numpy())
+            assert_close(row, hidden.mean(0).numpy(), 1e-5)
 
 
 def test_memory_is_that_of_the_longest_in_a_batch(case, monkeypatch, capsys):

@@ -93,27 +93,23 @@ def test_lists_are_sorted_by_the_table_of_scores(finished, tmp_path):
         write_list(**given, spec=spec, self_influence=[features], kind="suspects")
 
 
-@pytest.mark.parametrize("larger_is_better", [True, False, None])
-def test_help_and_harm_need_larger_is_better(tmp_path, larger_is_better):
+@pytest.mark.parametrize("words", [{"larger_is_better": True}, {"larger_is_better": False}, {}])
+def test_help_and_harm_need_larger_is_better(tmp_path, words):
     """A user-defined output has help and harm only if the config sets `larger_is_better`."""
     study, checkpoints, targets = with_two_checkpoints(tmp_path)
     function = "def f(returned, label):\n    return -(returned[0] - label).square() / 2\n"
     study.write_text(f"{study.read_text()}\n\n{function}")
     given = {"model_output": f"{study}:f", "damping": 2}
-    words = {} if larger_is_better is None else {"larger_is_better": larger_is_better}
-    words["function"] = given["model_output"]
+    words = words | {"function": given["model_output"]}
     path = run_stages(tmp_path, study, checkpoints, targets, output_words=words, **given)
-    spec = scores_spec(checkpoints, targets, **given)
-    train = pd.read_hdf(path, "train")
-    if larger_is_better:
+    train, about = pd.read_hdf(path, "train"), pd.read_hdf(path, "targets")
+    if words.get("larger_is_better"):
         scores = pd.read_hdf(path, "scores").to_numpy(np.float64)
         np.testing.assert_allclose(train["harm"], np.maximum(-scores, 0).mean(axis=1), rtol=1e-5)
-        assert pd.read_hdf(path, "targets")["improves"].tolist() == [1, 1, 1]
-        asked = {"listed": tmp_path / "a.csv", "scores": path, "spec": spec, "code": "code"}
-        write_list(**asked, kind="drop")
-        return
-    assert not {"help", "harm"} & set(train)
-    assert "improves" not in pd.read_hdf(path, "targets")
+        assert about["improves"].tolist() == [1, 1, 1]
+    else:
+        assert not {"help", "harm"} & set(train)
+        assert "improves" not in about
 
 
 def test_a_list_of_other_scores_is_refused(finished, tmp_path):
@@ -178,7 +174,7 @@ def test_a_pool_of_the_training_samples_has_their_scores(tmp_path):
         averaged(tmp_path / "mixed.h5", parts, replace(spec, pool_digest="another pool"), pools)
 
 
-def test_lists_have_the_names_of_classes(finished, tmp_path):
+def test_lists_have_the_names_of_classes(tmp_path):
     """Numbers without a name, and labels that are not classes, stay numbers."""
     (tmp_path / "named.py").write_text("def class_names():\n    return ['cat', 'dog']\n")
     rows = pd.DataFrame({"id": [4, 5, 6], "label": [1, 0, -1], "suggested_label": [0, 0, 2]})
@@ -191,12 +187,6 @@ def test_lists_have_the_names_of_classes(finished, tmp_path):
     )
     assert own["suggested_label"].tolist() == ["?", 1.5, "cat"]
     assert with_class_names(rows, *given, "multi_label") is rows
-    _, path, spec = finished
-    lists = [tmp_path / name for name in ("plain.csv", "named.csv")]
-    for listed, study in zip(lists, (None, tmp_path / "named.py"), strict=True):
-        given = {"scores": path, "spec": spec, "kind": "drop", "code": "code"}
-        write_list(listed=listed, **given, study_file=study)
-    assert lists[0].read_text() == lists[1].read_text()  # Labels of a regression are numbers.
 
 
 @pytest.mark.parametrize(

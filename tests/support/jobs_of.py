@@ -25,7 +25,6 @@ def named(job):
         "rule": job.rule.name,
         "script": job.rule.script,
         "conda": job.rule.conda_env,
-        "priority": job.rule.priority,
         "wildcards": dict(job.wildcards_dict),
     } | {
         key: {name: plain(value) for name, value in group.items()} for key, group in groups.items()

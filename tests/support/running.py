@@ -55,9 +55,9 @@ def _is_job(process: psutil.Process, rule: str) -> bool:
 
 
 class Running:
-    """A Snakemake that leads a session of its own, after a line of shell that limits it."""
+    """A Snakemake that leads a session of its own."""
 
-    def __init__(self, study: Workspace, *arguments: str, limit: str = ":") -> None:
+    def __init__(self, study: Workspace, *arguments: str) -> None:
         study.path("study.yaml").write_text(yaml.safe_dump(study.config, sort_keys=False))
         self.log = study.path("snakemake.log")
         command = (
@@ -66,7 +66,7 @@ class Running:
         )
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                ("sh", "-c", f'{limit}; exec "$@"', "sh", *command, *arguments),
+                (*command, *arguments),
                 cwd=study.folder,
                 start_new_session=True,
                 stdout=log,

@@ -45,9 +45,6 @@ class S3:
     def put(self, path: Path, key: str) -> None:
         self._client.upload_file(str(path), self.bucket, key)
 
-    def delete(self, key: str) -> None:
-        self._client.delete_object(Bucket=self.bucket, Key=key)
-
     def files(self, prefix: str) -> dict[str, bytes]:
         """Return what is stored, by its name behind the prefix."""
         listed = self._client.list_objects_v2(Bucket=self.bucket, Prefix=prefix)["Contents"]

@@ -84,5 +84,5 @@ class Case:
 
 
 def assert_close(values, expected, relative):
-    error = np.abs(values - expected).max() / np.abs(expected).max()
+    error = np.abs(np.asarray(values) - expected).max() / np.abs(expected).max()
     assert error < relative, error

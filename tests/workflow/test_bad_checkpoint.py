@@ -1,6 +1,5 @@
 """A bad checkpoint stops the job that reads it, with one message; none of its code runs."""
 
-import argparse
 import os
 import pickle
 import re
@@ -93,10 +92,6 @@ STATES = {
         network(),
         r"it contains torch\.nn\.modules\.container\.Sequential\. Copy it",
     ),
-    "arguments beside the weights": (
-        {"net": network().state_dict(), "args": argparse.Namespace(lr=0.1)},
-        r"Found dict with net\. Choose a state dict for .* in the config: `state_dict: net`",
-    ),
     "keys that are numbers": ({1: torch.zeros(1)}, r"state dict \(a dict .* Found dict with 1"),
 }
 WEIGHTS = {
@@ -107,10 +102,6 @@ WEIGHTS = {
     "sparse weights": (
         *("2.weight", torch.ones(1, 32).to_sparse()),
         r"of another type: 2\.weight torch\.float32, torch\.sparse_coo for torch\.float32",
-    ),
-    "complex weights": (
-        *("2.bias", torch.ones(1, dtype=torch.complex64)),
-        r"of another type: 2\.bias torch\.complex64",
     ),
     "NaN in the weights": ("2.bias", torch.tensor([float("nan")]), NOT_FINITE),
     "gradients that overflow": (

@@ -32,16 +32,15 @@ VALUES = {
         *("experiments.mine", {}),
         "a mapping with targets or data or where",
     ),
-    "a results folder with a command": ("results", "$(touch ran)", "described under Meaning"),
-    "a results folder that ends a line": ("results", "results\n", "described under Meaning"),
     **{
         f"the results folder {name!r}": ("results", name, "described under Meaning")
-        for name in ("my study", "a\tb", "r\u00e9sultats")
+        for name in ("$(touch ran)", "results\n", "my study", "r\u00e9sultats")
     },
 }
 DATE = datetime.date(2024, 1, 1)
 POOLED = {"lists": {"select": {"pool": "diabetes.py"}}}
 ADAM, EXACT = {"preconditioner": "adam"}, {"projection": "exact"}
+HADAMARD = {"kind": "hadamard", "proj_dim": 48}
 TRAINED = {"training": {}, "checkpoints": {"c0": {}}}
 
 
@@ -58,10 +57,8 @@ REFUSALS = {
             name: (at(path, value), path, must, f"Found {value!r}")
             for name, (path, value, must) in VALUES.items()
         },
-        "a name like a file's": (experiment("mine.h5"), "experiments", "'mine.h5'"),
         "an experiment's name with a path": (experiment("../mine"), "experiments", "'../mine'"),
         "an experiment's name that ends a line": (experiment("a\n"), "experiments", r"'a\n'"),
-        "unknown key": ({"projecton": {}}, "the config", "'projecton'", "mean projection"),
         "a target that is no id": (
             at("experiments.mine.targets", [3.5]),
             *("experiments.mine.targets.0", "an integer or text", 3.5),
@@ -74,9 +71,9 @@ REFUSALS = {
             at("evaluation.experiments", ["mine"]),
             *("evaluation", "a mapping with subsets or ground_truth"),
         ),
-        "several at once": (
+        "two at once": (
             {"projection": {"seed": -1}, "model_output": "x"},
-            *("projection.seed", "-1", re.compile(r"one of image_.*, loss"), "'x'"),
+            *("projection.seed", "-1", "'x'"),
         ),
     },
     "config.key_twice": {"a key twice": (GIVEN_TWICE, "'c0'", "4 and 6")},
@@ -87,11 +84,7 @@ REFUSALS = {
     "config.text_name": {"a name that is a number": (experiment(2024), "experiments", 2024)},
     "config.plain_value": {"a date": (at("training.start", DATE), "training.start", repr(DATE))},
     "spec.power_of_two": {
-        "a proj_dim of another kind": (
-            {"projection": {"kind": "hadamard", "proj_dim": 48}},
-            "hadamard",
-            48,
-        )
+        "a proj_dim of another kind": (at("projection", HADAMARD), "hadamard", 48)
     },
     "config.memory": {
         "too little memory": (
@@ -112,7 +105,7 @@ REFUSALS = {
             *("regression", "Found loss"),
         ),
         "drawn labels weighted by curvature": (
-            {"label_draws": 2, "scoring": {"weighting": "curvature"}},
+            {"label_draws": 2} | at("scoring.weighting", "curvature"),
             "scoring.weighting",
         ),
     },
@@ -137,10 +130,7 @@ REFUSALS = {
     },
     "config.removals_of_pool": {"removals by a pool": (removals(select={}) | POOLED, "select")},
     "config.pool_name": {
-        "an experiment called as the pool": (
-            POOLED | experiment("pool") | {"lists": {"select": {"pool": "diabetes.py"}}},
-            "Found pool",
-        )
+        "an experiment called as the pool": (POOLED | experiment("pool"), "Found pool")
     },
     "config.where_alone": {
         "a description beside ids": (
@@ -156,11 +146,7 @@ REFUSALS = {
         for name in ("suspects", "drop", "select")
     },
     "config.exact": {
-        "exact top influences": (
-            EXACT | {"scoring": {"keep": "top_k"}},
-            "scoring.keep",
-            "Found top_k",
-        ),
+        "exact top influences": (EXACT | at("scoring.keep", "top_k"), "scoring.keep", "top_k"),
         "exact scores in shards": (EXACT | {"compute": {"shards": 2}}, 2, "compute.shards"),
         "exact float16": (EXACT | {"features_dtype": "float16"}, "features_dtype float16"),
     },

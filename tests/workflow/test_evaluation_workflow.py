@@ -1,7 +1,6 @@
 """An evaluation under Snakemake: what runs, what runs again, and what is refused before any job."""
 
 import copy
-import re
 import shutil
 import subprocess
 from functools import partial
@@ -160,13 +159,6 @@ def test_any_part_will_do_alone():
     for key, value in EVALUATION.items():
         beside = {"subsets": {}} if key == "sweep" else {}
         check_evaluation(FULL | {"evaluation": {"baselines": [], **beside, key: value}})
-
-
-def test_models_without_other_samples_are_refused(study):
-    """A file that Snakemake thinks is right, made for other removals."""
-    study.config["evaluation"]["removals"]["n_removed"] = [10]
-    output = study.fail("all", "--rerun-triggers", "mtime", "--forcerun", "compare_removals")
-    assert re.search(r"top/0\.h5: files .* the current config.*rule retrain_removals", output)
 
 
 def test_the_formula_of_trak_is_measured_beside_the_scores(evaluated, tmp_path):

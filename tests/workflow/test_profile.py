@@ -6,24 +6,16 @@ import yaml
 from workspace import REPOSITORY
 
 WITH_GPU = {
-    *("compute_features", "compute_features_shard"),
-    *("compute_gramian", "compute_embeddings", "compute_outputs"),
-    "compute_token_scores",
+    *("compute_features", "compute_features_shard", "compute_gramian"),
+    *("compute_embeddings", "compute_outputs", "compute_token_scores"),
 }
 # Minutes to hours a job, or one for the whole study; a report and a selection of targets stand
 # between jobs that no group holds.
 APART = WITH_GPU | {
     *("train_checkpoint", "retrain_subsets", "retrain_removals"),
     *("evaluate_scores", "compute_self_influence"),
-    *(
-        "compare_removals",
-        "write_report",
-        "write_report_first",
-        "write_list",
-        "find_duplicates",
-        "show_list",
-    ),
-    "select_targets",
+    *("compare_removals", "write_report", "write_report_first"),
+    *("write_list", "find_duplicates", "show_list", "select_targets"),
 }
 
 

@@ -5,11 +5,7 @@ import json
 import numpy as np
 import pandas as pd
 import pytest
-from refusals import message
 from workspace import REPOSITORY
-
-from trak_core.study.read_targets import split_of
-from trak_core.study.study import Study
 
 STUDY = """
 
@@ -109,28 +105,3 @@ def test_questions_in_python_and_in_a_table(study):
     question = QUESTION.replace("402", "403").replace('"second"', '"b", "c"')
     study.path("asked.py").write_text(question)
     assert study.would_run(*scores) == ONE
-
-
-def test_a_bad_question_is_refused_before_any_job(study):
-    study.path("asked.jsonl").write_text("{}\n[]\n")
-    study.config["experiments"]["asked"] = {"data": "asked.jsonl"}
-    assert "line 2 is not a JSON object" in message(study.fail("--dry-run"))
-
-
-SEPARATORS = "one\u2028line, \u0085 too"
-
-
-@pytest.mark.parametrize(
-    ("name", "written", "text"),
-    [
-        ("asked.jsonl", f'{{"id": "a", "text": "{SEPARATORS}"}}\n', SEPARATORS),
-        ("asked.tsv", f'id\ttext\na\t"{SEPARATORS}"\n', SEPARATORS),
-        ("asked.tsv", 'id\ttext\na\t"a\nb"\n', "a\nb"),
-    ],
-)
-def test_texts_hold_any_end_of_a_line(tmp_path, name, written, text):
-    (tmp_path / "s.py").write_text("def encode(text):\n    return text, 0\n")
-    (tmp_path / name).write_text(written)
-    split = split_of(Study.load(tmp_path / "s.py"), "asked", None, tmp_path / name)
-    assert split.ids == ["a"]
-    assert split.samples[0][0] == text

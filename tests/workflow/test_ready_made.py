@@ -193,30 +193,21 @@ def test_init_writes_the_page_s_config_which_is_the_one_that_is_run_above(
 def test_each_start_shows_samples_as_read_and_asked_ones_in_another_format(
     study, monkeypatch, capsys
 ):
-    """A dry run does not hide what is printed, nor does a later experiment."""
+    """A dry run does not hide what is printed. What is said in which case: test_as_read.py."""
     rows = [{"prompt": "asked ", "text": f"{a} {b} said"} for a in WORDS[:3] for b in WORDS[:4]]
     write(study.path("train.jsonl"), rows)
-    reads = "The first {}, 0, as the model reads it: "
-    trained = (
-        reads.format("training sample") + "'asked', then the text to explain: 'what what said'\n"
+    trained = "The first training sample, 0, as the model reads it: 'asked', then the text "
+    told = (
+        "0, as the model reads it: 'the sky is red'\n"
+        "Notice: training samples begin with 'asked', but this sample does not."
     )
-    lacks = "Notice: training samples {}, but this sample does not. If this text "
-    lacks += "was added in training, the sample must have it too.\n"
-    lines = f"{reads.format('sample of experiment asked')}'the sky is red'\n"
-    lines += lacks.format("begin with 'asked'") + lacks.format("end with ' said'")
     for arguments in (["scores", "-n"], ["scores"]):
         status, output = study.snakemake(*arguments)
-        assert (status, output.count(trained), output.count(lines)) == (0, 1, 1), output
-    write(study.path("also.jsonl"), rows[:1])
-    study.config["experiments"]["also"] = {"data": "also.jsonl"}
-    _, output = study.snakemake("scores", "-n")
-    assert lines + trained.replace("training sample", "sample of experiment also") in output
+        assert (status, output.count(trained), output.count(told)) == (0, 1, 1), output
     study.path("texts.yaml").write_text(yaml.safe_dump(study.config))
     monkeypatch.chdir(study.folder)
     main(["ask", "texts.yaml", "--file", "asked.jsonl"])
-    told = capsys.readouterr().err
-    assert lines.replace("sample of experiment asked", "asked sample") in told
-    assert "Notice: a row to explain has no prompt" in told
+    assert told in capsys.readouterr().err
 
 
 def test_what_a_config_may_not_say(study, monkeypatch):
@@ -267,16 +258,8 @@ def test_images_that_a_table_names_are_watched(study, monkeypatch):
         arguments = {"images": name, "model": "nets.py:net"}
         config = with_ready_study({"study": "image_folder", "study_arguments": arguments})
         assert config["data_files"] == [name, "a[[]1]/*.png", "./*.jpg", "nets.py"]
-    before = data_digests(config["data_files"], study.path("results/record.json"))
-    assert {"a[1]/0.png", "b.jpg"} == set(before) - {"train.tsv", "nets.py"}
-    study.path("b.jpg").write_bytes(b"an edited image")
-    after = data_digests(config["data_files"], study.path("results/record.json"))
-    assert {path for path in after if after[path] != before[path]} == {"b.jpg"}
-    write(study.path("train.jsonl"), [*rows, {"path": "new/1.png", "label": 0}])
-    arguments["images"] = "train.jsonl"
-    config = with_ready_study({"study": "image_folder", "study_arguments": arguments})
-    with refused("config.missing_data_file", "'new/*.png'"):
-        data_digests(config["data_files"], study.path("results/record.json"))
+    watched = data_digests(config["data_files"], study.path("results/record.json"))
+    assert {"a[1]/0.png", "b.jpg"} == set(watched) - {"train.tsv", "nets.py"}
 
 
 def test_a_study_of_one_s_own_takes_arguments(study, monkeypatch):

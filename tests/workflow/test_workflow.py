@@ -1,7 +1,7 @@
 """A study whose networks the pipeline trains: what a change would run again, as Snakemake plans it.
 
-What a plan promises is seen once for real in test_workflow_own.py; here for real are a kill, a run
-on one core, and shards.
+What a plan promises is seen once for real in test_workflow_own.py; here for real are a kill and a
+run on one core. Shards are in test_faults.py.
 """
 
 import os
@@ -9,8 +9,6 @@ import signal
 import sys
 import time
 
-import numpy as np
-import pandas as pd
 import pytest
 import torch
 from base_studies import TRAINED
@@ -60,17 +58,12 @@ SHOWN = {"draw_influences": 2, "write_report": 1}
 SOLVED = {"compute_normal_matrix": 3, **SCORES, **SHOWN}
 EVERYTHING = {"train_checkpoint": 3, "compute_features": 9, **SOLVED}
 ONE_EXPERIMENT = {"compute_features": 3, "compute_scores": 3, "average_scores": 1}
-# Another damping, other targets, a checkpoint less: for real, in test_workflow_own.py.
+# Another damping, other targets, a checkpoint less: for real, in test_workflow_own.py. Which
+# settings decide which files: library/test_specs.py.
 CHANGES = {
     "a checkpoint added": ("checkpoints.c3", {"seed": 3}, {"train_checkpoint": 1, **scoring(1, 2)}),
     "top influences": ("scoring.top", 2, {"average_scores": 2}),
-    "combination": (
-        "scoring",
-        {**TRAINED["scoring"], "combine": "average_of_products", "loss_weight_power": 0.5},
-        {"average_scores": 2},
-    ),
     "an experiment added": ("experiments.new", {"targets": [1620]}, ONE_EXPERIMENT),
-    "projection": ("projection.seed", 1, scoring(3, 2)),
     "shards of one split": (
         "experiments.few.shards",
         2,
@@ -108,23 +101,6 @@ def test_a_module_edited_and_files_touched(study):
     for path in [*touched, *study.path("workflow/scripts").iterdir()]:
         path.touch()
     assert study.would_run("all") == {}
-
-
-def test_shards_give_the_same_scores(trained, tmp_path):
-    study = trained.copy(tmp_path / "sharded")
-    study.config["compute"] = {"shards": 3, "batch_size": 11}
-    study.config["checkpoints"] = {"c0": {"seed": 0}}
-    del study.config["experiments"]["one"]
-    study.config["experiments"]["few"]["shards"] = 2
-    solved = {"compute_normal_matrix": 1, "compute_scores": 1, "average_scores": 1}
-    assert study.run() == {"compute_features_shard": 5, "join_shards": 2, **solved}
-    assert not list(study.path("results").rglob("*-of-*.h5"))
-    expected, sharded = (
-        pd.read_hdf(w.path("results/scores/few/c0.h5"), "similarities") for w in (trained, study)
-    )
-    assert sharded.index.equals(expected.index)
-    assert np.abs(sharded - expected).to_numpy().max() < 1e-5 * np.abs(expected).to_numpy().max()
-    assert study.would_run() == {}
 
 
 def test_a_killed_run_goes_on_after_unlock(trained, tmp_path):

@@ -6,7 +6,6 @@ import h5py
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 import yaml
 from lds import features_of, lds_of
 from own_checkpoints import OWN
@@ -79,19 +78,6 @@ def along(built_once):
 @pytest.fixture
 def study(along, tmp_path):
     return along.copy(tmp_path / "study")
-
-
-def test_a_training_leaves_the_models_of_its_times(along):
-    results = along.path("results")
-    assert sorted(path.stem for path in (results / "checkpoints").iterdir()) == ALONG
-    assert not list((results / "checkpoints").glob(".*"))
-    log = (results / "logs/train_checkpoint/a.log").read_text()
-    # Left off after the last that is asked for.
-    assert "step 5" in log
-    assert "step 6" not in log
-    states = [torch.load(results / f"checkpoints/{c}.pt") for c in ("a-2", "a-5")]
-    assert not torch.equal(*(state["0.weight"] for state in states))
-    assert (results / "benchmarks/train_checkpoint/b.tsv").exists()
 
 
 def term(results, checkpoint):
@@ -171,13 +157,6 @@ def test_another_time_trains_its_run_alone(study):
     assert {k: n for k, n in planned.items() if not k.startswith("train")} == scoring(3, 1)
     assert study.run() == planned
     assert study.would_run() == {}
-
-
-def test_a_time_that_is_never_yielded_leaves_nothing_half(study):
-    study.config["checkpoints"]["c"]["at"] = [2, 2.5]
-    assert "no model at 2.5, but models at 1, 2, 3" in study.fail()
-    assert not study.path("results/checkpoints/c-2.5.pt").exists()
-    assert not study.path("results/checkpoints/c-2.pt").exists()
 
 
 def test_a_training_without_yield_is_refused_before_any_job(study):

@@ -96,59 +96,14 @@ def test_results_without_snakemakes_records_count_as_finished(study):
     assert study.would_run("scores", "--batch", "scores=1/2") == scoring(1, 1)
 
 
-def test_a_damaged_file_stops_the_job_and_names_itself(study):
-    path = study.path("results/features/c1/train.h5")
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    stat = path.stat()
-    path.write_bytes(data)
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    study.config["scoring"] = {"damping": 1}
-    output = study.fail("results/scores/one/c1.h5")
-    assert "features/c1/train.h5" in output
-    assert "rule compute_features remakes it" in output
-    path.unlink()
-    assert study.run("results/scores/one/c1.h5")["compute_features"] == 1
-
-
-@pytest.mark.parametrize(
-    ("change", "remade", "found"),
-    [
-        ({"projection": {"proj_dim": 16, "seed": 5}}, "compute_features", "'seed': 5"),
-        ({"experiments": {"one": {"targets": ["patient-441"]}}}, "compute_scores", "targets_dig"),
-    ],
-)
-def test_files_of_other_settings_are_refused_though_snakemake_knows_nothing(
-    study, change, remade, found
-):
+def test_files_of_other_settings_are_refused_though_snakemake_knows_nothing(study):
     """Without its own records Snakemake misses a changed config; the files themselves don't."""
     shutil.rmtree(study.path(".snakemake/metadata"))
     study.path("results/scores/one.h5").unlink()
-    if remade == "compute_features":
-        shutil.rmtree(study.path("results/scores/one"))
-    study.config.update(change)
+    study.config["experiments"] = {"one": {"targets": ["patient-441"]}}
     output = study.fail("results/scores/one.h5")
-    assert "settings of the current config" in output
-    assert re.search(found, output)
-    assert f"rule {remade} remakes it" in output
-
-
-def test_one_byte_of_a_data_file_runs_again_what_an_edit_of_the_study_does(tmp_path):
-    study = own_study(tmp_path / "study", 1, data_files=["rows/*.csv"])
-    study.path("rows").mkdir()
-    study.path("rows/a.csv").write_text("1,2\n")
-    target = "results/features/c0/few.h5"
-    assert study.run(target) == {"compute_features": 1}
-    assert study.run(target, "-n") == {}
-    study.path("rows/a.csv").touch()
-    assert study.run(target, "-n") == {}
-    study.path("rows/a.csv").write_text("1,3\n")
-    assert study.run(target, "-n") == {"compute_features": 1}
-    study.path("rows/a.csv").write_text("1,2\n")
-    file = study.path("diabetes.py")
-    before = file.read_text()
-    file.write_text(f"{before}\n# a comment\n")
-    assert study.run(target, "-n") == {"compute_features": 1}
+    assert re.search(r"settings of the current config.*targets_dig", output, re.S)
+    assert "rule compute_scores remakes it" in output
 
 
 def test_paths_that_a_shell_would_run_and_a_results_folder_elsewhere(tmp_path):
