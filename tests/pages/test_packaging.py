@@ -19,7 +19,7 @@ PYTHONS = [int(n) for n in re.findall(r":: Python :: 3\.(\d+)", "\n".join(PROJEC
 
 def pins(name):
     lines = (REPOSITORY / name).read_text().splitlines()
-    return dict(line.split("==") for line in lines if "==" in line)
+    return dict(line.split(";")[0].split("==") for line in lines if "==" in line)
 
 
 def requirements(*extras):

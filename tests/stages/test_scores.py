@@ -279,7 +279,7 @@ def test_a_subset_of_parameters(digits, tmp_path):
     ("proj_dim", "expected"),
     [
         (8, r"samples {}, .* in .*0\.weight"),
-        (None, r"Model outputs must be finite.* for the samples \d+, .* and \d+ more"),
+        (None, r"Model outputs and inner .* must be finite.* for the samples \d+, .* and \d+ more"),
     ],
 )
 def test_not_a_number_names_samples_and_parameters(digits, tmp_path, proj_dim, expected):
