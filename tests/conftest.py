@@ -68,6 +68,12 @@ def fixed_randomness():
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def notices_are_printed_again():
+    if "trak_core.ready_made.ready_study" in sys.modules:
+        sys.modules["trak_core.ready_made.ready_study"].notice.cache_clear()
+
+
 @pytest.fixture
 def float64():
     import torch

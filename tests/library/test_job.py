@@ -71,6 +71,37 @@ def test_a_job_that_is_told_to_stop_says_so_and_leaves_nothing_half_written(wher
     assert {path.name for path in tmp_path.iterdir()} == {"a.log"}
 
 
+INTERRUPTED = """
+import os, signal, threading, time
+from concurrent.futures import ThreadPoolExecutor
+from trak_core.runtime.job import explain_interrupts
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+explain_interrupts("results", is_main=True)
+interrupt = lambda: os.kill(os.getpid(), signal.SIGINT)
+jobs = ThreadPoolExecutor()
+for _ in range(2):
+    jobs.submit(time.sleep, 60)
+try:
+    interrupt()
+    time.sleep(60)
+except SystemExit:
+    threading.Timer(0.5, interrupt).start()
+    WAIT
+"""
+
+
+@pytest.mark.parametrize("wait", ["jobs.shutdown()", "pass  # Python waits when it exits."])
+def test_another_ctrl_c_does_not_wait_for_jobs(wait):
+    """Snakemake waits for two threads, as it does for two jobs."""
+    code = INTERRUPTED.replace("WAIT", wait)
+    ended = run_python(code, timeout=40, check=False)
+    assert ended.returncode == 130
+    stopping, kept = ended.stderr.split("\n", 1)[1].splitlines()
+    assert stopping.startswith("Stopping after Ctrl-C")
+    assert kept.startswith("Stopped by Ctrl-C. Finished files are kept in results")
+
+
 @pytest.mark.parametrize(("n", "size"), [(1, 1), (10, 3), (9, 3), (5, 100)])
 def test_blocks_cover_all_rows_in_order(n, size, capsys):
     found = list(blocks_with_progress(n, size, "samples"))

@@ -200,6 +200,9 @@ def test_pairs_of_texts(classifier, capsys):
             assert {name: sample[name].tolist() for name in expected} == dict(expected)
             assert study.describe(with_label(sample, 1)) == "sky  is\nblue"
     assert not capsys.readouterr().err
+    rows_with(["no"], ".jsonl", text="sky", text_pair="")
+    (sample,) = text_classification("rows.jsonl", weights).train_data()
+    assert sample["input_ids"][:4].tolist() == [5, 0, 0, 0]
     text_classification(rows_with(["no"], ".jsonl", a="sky", b="is"), weights, text="{a} ? {b}")
     assert "'{a} ? {b}' is read as one text" in capsys.readouterr().err
 
@@ -218,10 +221,21 @@ def test_texts_are_cut_as_by_the_saved_tokenizer(classifier, capsys):
         assert told in capsys.readouterr().err
     (sample,) = language_model(file, weights).train_data()
     assert sample["input_ids"].shape == (3,)
+    # A longer length than that of the padding, or than the context, cuts no text.
+    made("sky", truncation=True, max_length=512)
+    made.save_pretrained(weights)
+    (sample,) = text_classification(file, weights).train_data()
+    assert sample["input_ids"].shape == (128,)
+    weights = classifier(["no", "yes"], n_positions=4)
+    made.save_pretrained(weights)
+    with refused("studies.context", "4 tokens"):
+        language_model(file, weights).train_data()
 
 
 @pytest.mark.parametrize(
-    "about", [{"problem_type": "multi_label_classification"}, {"num_labels": 1}]
+    "about",
+    [{"problem_type": name} for name in ("multi_label_classification", "regression")]
+    + [{"num_labels": 1}],
 )
 def test_models_that_do_not_predict_one_class_are_refused(classifier, about):
     weights = classifier(["no", "yes"])

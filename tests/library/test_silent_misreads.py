@@ -1,6 +1,7 @@
 """Data that would be read as something else without an error: it is refused, or reported."""
 
 import json
+import pickle
 import re
 from base64 import b64decode
 from io import BytesIO
@@ -169,7 +170,8 @@ def test_pages_show_images_as_in_their_files(tmp_path):
     arguments = str(tmp_path / "images"), f"{tmp_path}/net.py:net"
     study = image_folder(*arguments, transform=f"{tmp_path}/net.py:shifted")
     asked = study.encode(path=str(tmp_path / "images/cat/1.png"), label="cat")
-    for sample in (study.train_data()[0], asked, with_label(asked, 0)):
+    copied = pickle.loads(pickle.dumps(asked))
+    for sample in (study.train_data()[0], asked, with_label(asked, 0), copied):
         shown = re.search(r'base64,([^"]*)', sample_as_html(sample, "cat/1.png", None))[1]
         with Image.open(BytesIO(b64decode(shown))) as picture:
             pixels = picture.resize((8, 4), Image.Resampling.NEAREST)
@@ -223,6 +225,9 @@ def test_pages_show_the_numbers_of_the_table(scale, tmp_path):
     asked = study.encode(income="7", age="0.50", y="1")
     assert study.describe(with_label(asked, 0)) == "income 7, age 0.50"
     assert "income" in study.describe(tuple(asked))
+    (tmp_path / "a.json").write_text('[{"income": 0.1, "y": 0}]')
+    study = tabular(str(tmp_path / "a.json"), "y", "net.py:net", scale=scale)
+    assert study.describe(study.train_data()[0]) == "row 1: income 0.1"
 
 
 def test_booleans_of_yaml_are_named(tmp_path):

@@ -319,13 +319,13 @@ def test_empty_answers_are_counted(weights, tmp_path, capsys):
         " {% end", " red {% end", 1
     )
     tokens.save_pretrained(weights)
-    for full, none, given in (
+    for number, (full, none, given) in enumerate((
         ({"a": "sky", "b": "blue"}, {"a": "sky", "b": " "}, template),
         ({"text": "blue"}, {"messages": empty}, {}),
         ({"text": "blue"}, {"messages": json.dumps(empty)}, {}),
         ({"text": "blue"}, {"prompt": empty[:1], "text": empty[1:]}, {}),
-    ):
-        file = write(tmp_path / "rows.jsonl", [full, none, full, none])
+    )):
+        file = write(tmp_path / f"{number}.jsonl", [full, none, full, none])
         study = language_model(file, str(weights), **given)
         assert [len(study.train_data()) for _ in range(2)] == [4, 4]
         told = capsys.readouterr().err

@@ -105,6 +105,7 @@ SUBSETS = {
 }
 
 
+@pytest.mark.gate  # a run of Snakemake
 def test_measurements_are_in_tables(evaluated):
     """Evaluations, removals for targets and by a list, and self-influence of a study that ran."""
     results = evaluated.path("results")

@@ -52,6 +52,7 @@ def test_the_middle_of_a_long_text_is_left_out(text, shown):
     assert readable(text, 4) == shown
 
 
+@pytest.mark.gate  # a run of Snakemake
 def test_samples_of_several_experiments_are_compared(trained):
     """Samples that both pages show, the strongest first. Pandas is the oracle."""
     results, experiments = trained.path("results"), ("few", "one")

@@ -132,6 +132,12 @@ REFUSALS = {
     "config.pool_name": {
         "an experiment called as the pool": (POOLED | experiment("pool"), "Found pool")
     },
+    "config.removals_fractions": {
+        "removals of more than is listed": (
+            removals(select={"fractions": [0.1]}) | {"lists": ["select"]},
+            *("0.05", "Found 0.1"),
+        )
+    },
     "config.where_alone": {
         "a description beside ids": (
             {"experiments": {"mine": {"targets": ["patient-342"], "where": "label > 3"}}},

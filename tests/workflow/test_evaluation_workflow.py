@@ -152,6 +152,8 @@ def test_evaluations_of_more_than_there_is():
     for n_removed in ([9, 150], [0.999]):
         with refused("config.too_many_removed", "below 150", "Found 150"):
             check_sizes({"removals": {"experiment": "few", "n_removed": n_removed}}, 150)
+    with refused("config.subset_size", 0.006, "0 of 150"):
+        check_sizes({"subsets": {"fraction": 0.006}}, 150)
 
 
 def test_any_part_will_do_alone():

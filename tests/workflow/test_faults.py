@@ -162,6 +162,23 @@ def test_ctrl_c_ends_in_what_is_kept_and_how_to_go_on(study, finished):
     check_same_scores(study, finished)
 
 
+def test_another_ctrl_c_ends_the_waiting_without_a_trace(study):
+    """The job is suspended, so that it cannot delete its file."""
+    study.config["projection"]["seed"] = 1
+    running = Running(study, "results/features/c0/few.h5")
+    job = running.next_job("compute_features")
+    job.suspend()
+    os.killpg(running.process.pid, signal.SIGINT)
+    running.wait_for(lambda: "Stopping after Ctrl-C" in running.output)
+    time.sleep(patience.longer(1))  # Snakemake begins to wait after this line is written
+    os.killpg(running.process.pid, signal.SIGINT)
+    assert running.finish() != 0
+    assert "Traceback" not in running.output
+    assert "Finished files are kept in results" in running.output.splitlines()[-1]
+    job.wait(20)
+    assert study.run("results/features/c0/few.h5") == {"compute_features": 1}
+
+
 def test_two_runs_with_one_results_folder(study, tmp_path):
     """Each in a folder of its own, so that Snakemake's own lock is not in the way."""
     study.config["projection"]["seed"] = 1

@@ -9,7 +9,7 @@ from typing import Any
 
 from trak_core.errors import InputError
 from trak_core.model_outputs.about_outputs import TABLE, about_output, output_name
-from trak_core.settings import POOL, ProjectionKind, Weighting, removed_sizes
+from trak_core.settings import POOL, ProjectionKind, Weighting, removed_sizes, subset_size
 from trak_core.settings.target_filter import Condition
 
 
@@ -119,7 +119,7 @@ def removals_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def check_removals(config: Mapping[str, Any]) -> None:
-    """Raise an error for removals of an unknown list or of a pool."""
+    """Raise an error for removals of an unknown list, of a pool, or of more than the whole list."""
     lists = lists_of(config)
     for about in removals_of(config).values():
         if (name := about.get("list")) is None:
@@ -135,6 +135,13 @@ def check_removals(config: Mapping[str, Any]) -> None:
                 "Lists in evaluation.removals must consist of training samples. Found `select` "
                 "with a pool. Remove the pool, or leave select out of evaluation.removals.",
                 code="config.removals_of_pool",
+            )
+        most = lists[name].get("fraction", 1)
+        if max(about["fractions"]) > most:
+            raise InputError(
+                f"evaluation.removals.{name}: fractions must be at most lists.{name}.fraction "
+                f"({most}). Found {max(about['fractions'])}.",
+                code="config.removals_fractions",
             )
 
 
@@ -270,7 +277,15 @@ def check_columns(proj_dim: int, kind: str, evaluation: Mapping[str, Any]) -> No
 
 
 def check_sizes(evaluation: Mapping[str, Any], n_train: int) -> None:
-    """Raise an error if removals need more training samples than exist."""
+    """Raise an error if an evaluation needs more training samples than exist."""
+    fraction = evaluation.get("subsets", {}).get("fraction", 0.5)
+    size = subset_size(n_train, fraction)
+    if "subsets" in evaluation and not 0 < size < n_train:
+        raise InputError(
+            "evaluation.subsets.fraction must keep at least one training sample and leave out at "
+            f"least one. Found {fraction}, which keeps {size} of {n_train}.",
+            code="config.subset_size",
+        )
     removals = evaluation.get("removals", {})
     n_removed = removed_sizes(removals["n_removed"], n_train) if "experiment" in removals else [0]
     if max(n_removed) >= n_train:

@@ -66,12 +66,16 @@ class RowFile(Sequence[dict[str, Any]]):
     def __getitem__(self, index: Any) -> Any:
         return self.rows[index]
 
+    @property
+    def noun(self) -> str:
+        """What ``numbers`` counts: "line" or "row"."""
+        return "line" if self.path.suffix in {LINES, *TABLES} else "row"
+
     def place(self, index: int) -> str:
         """Return the file and the line of a row, for error messages."""
         if not self.numbers:
             return f"{self.path}, {self.rows[index].get('id', index)}"
-        noun = "line" if self.path.suffix in {LINES, *TABLES} else "row"
-        return f"{self.path}, {noun} {self.numbers[index]}"
+        return f"{self.path}, {self.noun} {self.numbers[index]}"
 
     def column(self, name: str) -> list[Any]:
         """Return the value of the field ``name`` in each row, or None if a row lacks the field.
@@ -138,12 +142,12 @@ class FromRow:
 
     Attributes:
         row: The fields of the row.
-        line: The number of the row in its file, as in ``RowFile.numbers``, or None if unknown.
+        place: The line or the number of the row in its file, such as "line 2", or "" if unknown.
         picture: A function that reads the row's image file as a PIL image, or None.
     """
 
     row: Mapping[str, Any]
-    line: int | None = None
+    place: str = ""
     picture: Callable[[], Any] | None = None
 
     @classmethod
@@ -190,7 +194,7 @@ class RowSamples(Sequence[Any]):
         except InputError as error:
             raise InputError(f"{self.rows.place(index)}: {error}", error.code) from error
         if isinstance(sample, FromRow) and self.rows.numbers:
-            sample.line = self.rows.numbers[index]
+            sample.place = f"{self.rows.noun} {self.rows.numbers[index]}"
         return sample
 
 

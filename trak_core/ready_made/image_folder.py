@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,18 +109,17 @@ def image_folder(
                     code="studies.image_frames",
                 )
             pixels = prepared(image.convert("RGB"))
-
-        def picture() -> Any:
-            with Image.open(row["path"]) as image:
-                return image.convert("RGB")
-
         if not isinstance(pixels, Tensor):
             raise InputError(
                 "study_arguments: transform must return a tensor. Found "
                 f"{type(pixels).__name__}. torch.from_numpy converts a NumPy array to a tensor.",
                 code="studies.transform",
             )
-        return RowSample.of(row, (pixels, torch.tensor(numbers[name])), picture)
+        return RowSample.of(
+            row,
+            (pixels, torch.tensor(numbers[name])),
+            partial(_opened, Path(row["path"]).absolute()),
+        )
 
     def as_read(sample: tuple[Tensor, Tensor]) -> str:
         pixels, number = sample[0], int(sample[1])
@@ -240,7 +240,8 @@ def _rows(images: Path) -> RowFile:
                 code="studies.linked_images",
             )
         relative = [p for p in shown if len(p.parts) > 1 and p.suffix.lower() in _SUFFIXES]
-        files = {p for p in inside if p in shown or p.suffix.lower() in _SUFFIXES} - {*relative}
+        visible = set(shown)
+        files = {p for p in inside if p in visible or p.suffix.lower() in _SUFFIXES} - {*relative}
         unread = sorted(path for path in files if (images / path).is_file())
         if unread:
             notice(
@@ -262,13 +263,11 @@ def _rows(images: Path) -> RowFile:
                 "of the training images, and `targets` to that of the images to explain.",
                 code="studies.splits",
             )
-        if empty := sorted({
-            p
-            for p in shown
-            if (images / p).is_dir() and len(p.parts) == 1 and p.name not in classes
-        }):
+        empty = {p.parts[0] for p in shown} - classes - {p.name for p in unread}
+        if empty:
             notice(
-                f"{images} contains folders without images, which are no classes: {listed(empty)}."
+                f"{images} contains folders without images, which are no classes: "
+                f"{listed(sorted(empty))}."
             )
         entries = [
             {"path": str(images / path), "label": path.parts[0], "id": path.as_posix()}
@@ -278,6 +277,13 @@ def _rows(images: Path) -> RowFile:
     rows = read_rows(images)
     entries = RowSamples(rows, lambda row: {**row, "path": str(images.parent / field(row, "path"))})
     return replace(rows, rows=[*entries])
+
+
+def _opened(path: Path) -> Any:
+    from PIL import Image
+
+    with Image.open(path) as image:
+        return image.convert("RGB")
 
 
 def _as_is(image: Any) -> Tensor:

@@ -61,7 +61,8 @@ def language_model(
             output. The default is the field ``prompt`` of rows that have one. If prompt and text
             are lists of messages, as in TRL, the tokenizer's chat template joins them.
         max_tokens: The number of tokens to which texts are cut. The default is the length to which
-            the tokenizer cut texts when it was saved. If it did not, texts are not cut.
+            the tokenizer cut texts when it was saved, if the model's context is not exceeded.
+            Otherwise texts are not cut, and longer texts than the context raise an error.
         date: A date such as ``"2024-07-26"``, which a chat template writes instead of today's date.
 
     Raises:
@@ -80,7 +81,9 @@ def language_model(
             f"of tokens in the text. Found {type(tokenizer).__name__}. Write your own study.",
             code="studies.slow_tokenizer",
         )
-    max_tokens = max_tokens or saved_length(tokenizer)
+    config: Any = AutoConfig.from_pretrained(_base(folder) or folder, trust_remote_code=False)
+    context: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    max_tokens = max_tokens or saved_length(tokenizer, context)
     rows = read_rows(texts)
     fields = {name for row in rows for name in row}
     template = text or (_COMPLETION if "completion" in fields and "text" not in fields else _TEXT)
@@ -270,8 +273,6 @@ def language_model(
         before, counted = parts(sample, skip_special_tokens=True)
         return f"prompt: {before}\nanswer: {counted.removeprefix(' ')}" if before else counted
 
-    config: Any = AutoConfig.from_pretrained(_base(folder) or folder, trust_remote_code=False)
-    context: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     return ReadyStudy(
         to_change_samples=TO_CHANGE_TEXTS.format(weights),
         make_model=lambda: _model(folder),

@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from string import Formatter
 from typing import Any
@@ -55,8 +56,12 @@ UNKNOWN_LABEL = (
 )
 
 
+@cache
 def notice(text: str) -> None:
-    """Print a notice to standard error, because `trak ask` prints answers to standard output."""
+    """Print a notice, once in each process, to standard error: `trak ask` prints answers to stdout.
+
+    A run reads the same study several times.
+    """
     print(f"Notice: {text}", file=sys.stderr, flush=True)
 
 
@@ -108,13 +113,14 @@ def config_folder(weights: Path, *names: str) -> Path:
     )
 
 
-def saved_length(tokenizer: Any) -> int | None:
-    """Return the number of tokens to which a fast tokenizer cut texts when it was saved, if any.
+def saved_length(tokenizer: Any, most: int | None) -> int | None:
+    """Return the number of tokens to which a fast tokenizer cut texts when it was saved.
 
     A tokenizer that cuts texts in training keeps this number, and writes it to tokenizer.json.
+    Return None if there is no such number, or if it exceeds ``most``.
     """
     truncation = getattr(getattr(tokenizer, "backend_tokenizer", None), "truncation", None)
-    if truncation is None:
+    if truncation is None or (most is not None and truncation["max_length"] > most):
         return None
     notice(
         f"texts are cut to {truncation['max_length']} tokens, as by the tokenizer when it was "

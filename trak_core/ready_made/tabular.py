@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -113,6 +114,8 @@ def tabular(
         is_constant = deviations <= len(rows) * torch.finfo(torch.float64).eps * means.abs()
         deviations.masked_fill_(is_constant, 1.0)
 
+    outside: set[str] = set()
+
     @cache
     def ends(name: str) -> tuple[float, float]:
         values = [float(number(row, name)) for row in rows]
@@ -120,12 +123,13 @@ def tabular(
 
     def asked(row: Mapping[str, Any]) -> RowSample:
         made = sample(row)
-        for name in names:
+        for name in set(names) - outside:
             low, high = ends(name)
             if not low <= float(number(row, name)) <= high:
+                outside.add(name)
                 notice(
                     f"{name} {row[name]} is outside of the range of the training rows, {low:g} to "
-                    f"{high:g}."
+                    f"{high:g}. Further values of this column are not checked."
                 )
         return made
 
@@ -136,9 +140,9 @@ def tabular(
     def describe(sample: tuple[Tensor, Tensor]) -> str:
         if not isinstance(sample, RowSample):
             return as_read(sample)
-        # Pages of rows without ids show line numbers, because their ids are counted from 0.
-        line = "" if "id" in sample.row or sample.line is None else f"line {sample.line}: "
-        return line + ", ".join(f"{name} {sample.row[name]}" for name in names)
+        # Pages of rows without ids show where rows are, because their ids are counted from 0.
+        place = "" if "id" in sample.row or not sample.place else f"{sample.place}: "
+        return place + ", ".join(f"{name} {_written(sample.row[name])}" for name in names)
 
     def as_read(sample: tuple[Tensor, Tensor]) -> str:
         values = zip(names, sample[0].tolist(), strict=True)
@@ -166,6 +170,12 @@ def tabular(
         target_columns=lambda: columns_from(target_rows, used),
         fields_read=used,
     )
+
+
+def _written(value: Any) -> str:
+    """Return a cell as in its file. A float32 in Parquet has become a float of more digits."""
+    is_short = type(value) is float and np.float32(value) == value
+    return str(np.float32(value) if is_short else value)
 
 
 def _notice_thousands(name: str, cells: Sequence[Any]) -> None:

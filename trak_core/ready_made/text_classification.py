@@ -34,6 +34,7 @@ from trak_core.ready_made.ready_study import (
 from trak_core.study.sample_columns import columns_from
 
 _PAIR = "{text_pair}"
+_ONE_CLASS = "single_label_classification"
 _LENGTH = 128  # The default number of tokens to which texts are padded.
 
 
@@ -55,11 +56,13 @@ def text_classification(
         targets: Rows to explain, which experiments select by id. The default is ``texts``.
         text: A template of the text, into which a row's fields are inserted.
         text_pair: A template of the second text, if the model classifies pairs of texts, such as
-            ``"{hypothesis}"``. The default is the field ``text_pair`` if rows have it.
+            ``"{hypothesis}"``. The default is the field ``text_pair`` if rows have it. "" means
+            that texts are not pairs.
         label: The field with the label: the number of a class, or its name in the model's config.
         max_tokens: The number of tokens to which texts are cut or padded. The default is the length
-            to which the tokenizer cut texts when it was saved. If it did not, texts are padded to
-            128 tokens, or to the model's context if that is less, and longer texts raise an error.
+            to which the tokenizer cut texts when it was saved, if it is at most 128 and the model's
+            context. Otherwise texts are padded to 128 tokens, or to the context if that is less,
+            and longer texts raise an error.
         classes: The labels of the rows in the order of the model's logits. Required if labels are
             neither numbers nor names of classes, or if they could be both. For example, if the
             classes have the names "1" to "3", ``[0, 1, 2]`` means that labels are numbers.
@@ -81,7 +84,7 @@ def text_classification(
             code="studies.pad_token",
         )
     config: Any = AutoConfig.from_pretrained(weights, trust_remote_code=False)
-    if config.problem_type == "multi_label_classification" or config.num_labels == 1:
+    if config.problem_type not in {None, _ONE_CLASS} or config.num_labels == 1:
         raise InputError(
             f"The model in {weights} must predict one class of each text. Found num_labels "
             f"{config.num_labels} and problem_type {config.problem_type}. Write your own study.",
@@ -114,8 +117,9 @@ def text_classification(
         )
 
     context = getattr(config.get_text_config(), "max_position_embeddings", None) or _LENGTH
-    max_tokens = max_tokens or saved_length(tokenizer)
-    length = max_tokens or min(_LENGTH, context)
+    padded = min(_LENGTH, context)
+    max_tokens = max_tokens or saved_length(tokenizer, padded)
+    length = max_tokens or padded
     rows = read_rows(texts)
     if text_pair is None and any("text_pair" in row for row in rows):
         text_pair = _PAIR
@@ -141,7 +145,7 @@ def text_classification(
                 code="studies.label",
             )
         written = [filled_in(template, row) for template in (text, text_pair) if template]
-        if not all(map(str.strip, written)):
+        if not any(map(str.strip, written)):
             raise InputError(
                 f"A text must not be empty. Found {shortened(row)}. Add the text, or remove the "
                 "row.",

@@ -111,9 +111,9 @@ def stop_cleanly() -> None:
 def explain_interrupts(results: str, *, is_main: bool) -> None:
     """Make Ctrl-C end Snakemake with a message about finished files instead of tracebacks.
 
-    Snakemake still waits for running jobs and unlocks the working folder. A SIGINT handler that
-    other code has set is not replaced. The message is printed only if ``is_main`` is true, which is
-    the case in the Snakemake process that the user started.
+    Snakemake still waits for running jobs and unlocks the working folder. A second Ctrl-C ends the
+    wait. A SIGINT handler that other code has set is not replaced. The message is printed only if
+    ``is_main`` is true, which is the case in the Snakemake process that the user started.
     """
     is_main_thread = threading.current_thread() is threading.main_thread()
     if not is_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -123,8 +123,25 @@ def explain_interrupts(results: str, *, is_main: bool) -> None:
         "deleted. To continue, run the same command again."
     )
 
+    def exit_without_waiting() -> None:
+        atexit._run_exitfuncs()
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(128 + signal.SIGINT)
+
+    def end_at_once(_number: int, _frame: FrameType | None) -> None:
+        # SystemExit ends Snakemake's wait and unlocks the folder. At exit, Python would then wait
+        # for the threads of all running jobs, unless the registered function ends the process.
+        try:
+            threading._register_atexit(  # pyright: ignore[reportAttributeAccessIssue]
+                exit_without_waiting
+            )
+        except RuntimeError:  # Python is exiting: Snakemake has already unlocked the folder.
+            exit_without_waiting()
+        raise SystemExit(128 + signal.SIGINT)
+
     def end(_number: int, _frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, end_at_once)
         # Otherwise, Snakemake would report every interrupted job as failed. The logs of the jobs
         # contain the reason.
         logging.disable(logging.CRITICAL)
