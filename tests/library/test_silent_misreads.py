@@ -225,9 +225,17 @@ def test_pages_show_the_numbers_of_the_table(scale, tmp_path):
     asked = study.encode(income="7", age="0.50", y="1")
     assert study.describe(with_label(asked, 0)) == "income 7, age 0.50"
     assert "income" in study.describe(tuple(asked))
-    (tmp_path / "a.json").write_text('[{"income": 0.1, "y": 0}]')
+    (tmp_path / "a.json").write_text('[{"income": 1.10, "y": 0}]')
     study = tabular(str(tmp_path / "a.json"), "y", "net.py:net", scale=scale)
-    assert study.describe(study.train_data()[0]) == "row 1: income 0.1"
+    assert study.describe(study.train_data()[0]) == "row 1: income 1.10"
+
+
+def test_pages_show_all_digits_of_a_parquet_file(tmp_path):
+    """Numbers that fit into float32 are not shown with its shorter digits."""
+    pytest.importorskip("pyarrow", reason="with the extra `test`")
+    pd.DataFrame({"income": [123456792.0], "y": [0]}).to_parquet(tmp_path / "a.parquet")
+    study = tabular(str(tmp_path / "a.parquet"), "y", "net.py:net")
+    assert study.describe(study.train_data()[0]) == "row 1: income 123456792.0"
 
 
 def test_booleans_of_yaml_are_named(tmp_path):

@@ -26,7 +26,7 @@ def test_the_page_on_language_models(tmp_path, monkeypatch):
     assert all(line.split(" ", 1)[1] in texts for line in influences)
     (target,) = (target for target in data["targets"] if target["id"] == "40")
     assert target["words"].startswith("tokens")
-    # Both texts' tokens have colours, and what stands for them.
+    # The tokens of both texts have colours, which a legend explains.
     for target in data["targets"]:
         texts = target, *(data["train"][place] for place, *_ in target["influences"])
         levels = target["levels"], *(levels for _, _, levels in target["influences"])

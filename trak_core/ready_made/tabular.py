@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -123,7 +122,7 @@ def tabular(
 
     def asked(row: Mapping[str, Any]) -> RowSample:
         made = sample(row)
-        for name in set(names) - outside:
+        for name in (name for name in names if name not in outside):
             low, high = ends(name)
             if not low <= float(number(row, name)) <= high:
                 outside.add(name)
@@ -142,7 +141,7 @@ def tabular(
             return as_read(sample)
         # Pages of rows without ids show where rows are, because their ids are counted from 0.
         place = "" if "id" in sample.row or not sample.place else f"{sample.place}: "
-        return place + ", ".join(f"{name} {_written(sample.row[name])}" for name in names)
+        return place + ", ".join(f"{name} {sample.row[name]}" for name in names)
 
     def as_read(sample: tuple[Tensor, Tensor]) -> str:
         values = zip(names, sample[0].tolist(), strict=True)
@@ -170,12 +169,6 @@ def tabular(
         target_columns=lambda: columns_from(target_rows, used),
         fields_read=used,
     )
-
-
-def _written(value: Any) -> str:
-    """Return a cell as in its file. A float32 in Parquet has become a float of more digits."""
-    is_short = type(value) is float and np.float32(value) == value
-    return str(np.float32(value) if is_short else value)
 
 
 def _notice_thousands(name: str, cells: Sequence[Any]) -> None:
