@@ -1,4 +1,4 @@
-"""Combine checkpoints in tables: one of samples, and one of the largest scores of each target."""
+"""Combine the results of checkpoints into a table of samples and a table of large scores."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,13 +19,13 @@ from trak_core.attribution.score_formulas import (
 from trak_core.config.memory_needs import CHUNK_ROWS
 from trak_core.model_outputs.about_outputs import About
 
-# A block with this many scores stays in the processor's cache from one step to the next.
-_FAST_SCORES = 2**21
+# A block with this many scores stays in the processor's cache while it is processed.
+_CACHED_SCORES = 2**21
 
 
 def fast_rows(n_targets: int) -> int:
     """Return how many rows of scores fit into the cache, as a multiple of ``CHUNK_ROWS``."""
-    return max(1, _FAST_SCORES // n_targets // CHUNK_ROWS) * CHUNK_ROWS
+    return max(1, _CACHED_SCORES // n_targets // CHUNK_ROWS) * CHUNK_ROWS
 
 
 def _mean(values: np.ndarray, _: int) -> np.ndarray:
@@ -50,7 +50,7 @@ def sample_table(parts: Sequence[Part], side: str, block: int) -> dict[str, np.n
     def summarized(
         key: str, summary: Callable[[np.ndarray, int], np.ndarray] = _mean
     ) -> np.ndarray:
-        """Return ``summary`` of the values of all checkpoints, computed in blocks of rows."""
+        """Return ``summary(values, i)`` for the values of all checkpoints in rows from i on."""
         return np.concatenate([
             summary(np.stack([part.vector(key, i, i + block) for part in parts]), i)
             for i in range(0, len(ids), block)
@@ -74,7 +74,7 @@ def sample_table(parts: Sequence[Part], side: str, block: int) -> dict[str, np.n
 def add_improving_signs(targets: dict[str, np.ndarray], about: About) -> None:
     """Add the column ``improves``: the sign of the scores that reduce each target's loss.
 
-    The column is omitted if the sign is unknown, because ``about.better`` is empty.
+    If ``about.better`` is empty, the sign is unknown, and no column is added.
     """
     if about.better:
         compared = targets["label"], targets["prediction"]
@@ -102,7 +102,7 @@ class KeptScores:
         labels: np.ndarray | None,
         top: int,
     ) -> Self:
-        """Return the summary of blocks of scores, with ``top`` scores of each sign for each target.
+        """Return a summary with the ``top`` scores of each sign for each target.
 
         A block consists of the number of its first row, and of scores (rows, m). ``improves`` are
         the signs of the scores that reduce each target's loss, shape (m,), or None if they are
@@ -129,7 +129,7 @@ def influence_table(
 ) -> dict[str, np.ndarray]:
     """Return a table of each target's largest positive and lowest negative scores."""
     helpful, harmful = kept.helpful, kept.harmful
-    # The axes are target, sign and rank, because the table is sorted in this order.
+    # The axes are target, sign and rank, so that np.nonzero sorts the table in this order.
     rows = np.stack([helpful.rows.T, harmful.rows.T], axis=1)
     sizes = np.stack([helpful.scores.T, harmful.scores.T], axis=1)
     is_kept = sizes > 0

@@ -18,10 +18,10 @@ from trak_core.runtime.progress import print_line
 _LOOK_SECONDS = 1.0
 
 # torch's settings for the precision of float32 products, and the values that a config can choose.
-_of: Any = torch.backends
+_backends: Any = torch.backends
 _PRODUCTS: Sequence[Any] = (
-    *(_of.cuda.matmul, _of.cudnn.conv, _of.cudnn.rnn),
-    *(_of.mkldnn.matmul, _of.mkldnn.conv, _of.mkldnn.rnn),
+    *(_backends.cuda.matmul, _backends.cudnn.conv, _backends.cudnn.rnn),
+    *(_backends.mkldnn.matmul, _backends.mkldnn.conv, _backends.mkldnn.rnn),
 )
 PRECISIONS = {"highest": "ieee", "high": "tf32"}
 
@@ -98,7 +98,7 @@ def set_float32_precision(precision: str) -> None:
 
 
 def _round_factors(dtypes: Sequence[str]) -> None:
-    # torch has older settings for the same purpose, and raises an error if old and new disagree.
+    # torch's older settings are set, too, because torch raises an error if old and new ones differ.
     older = "medium" if dtypes[3] == "bf16" else "high"
     torch.set_float32_matmul_precision(older if dtypes[0] == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = dtypes[1] == "tf32"
