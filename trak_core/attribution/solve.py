@@ -13,7 +13,7 @@ from trak_core.errors import InputError
 
 # Features are float32, so directions with eigenvalues below about 1e-7 times the largest are noise.
 MAX_CONDITION = 1e7
-# Matrices below this condition number are factorized without computing their eigenvalues.
+# If the condition number is below this bound, rounding cannot make the damped matrix indefinite.
 _SAFE_CONDITION = MAX_CONDITION / 100
 
 

@@ -95,7 +95,9 @@ class AbstractGradientComputer(ABC):
 
 
 class FunctionalGradientComputer(AbstractGradientComputer):
-    """Compute the gradients of all B samples in one backward pass, as tensors (B, *shape) by name.
+    """Compute the gradients of all B samples in one backward pass.
+
+    The result is a dict with a tensor (B, *shape) for each parameter.
 
     ``torch.vmap`` is called only for the ``get_output`` of a user-defined task. If the model or the
     task does not support one backward pass, samples are differentiated one by one, and a notice is
@@ -122,7 +124,7 @@ class FunctionalGradientComputer(AbstractGradientComputer):
     def load_model_params(self, model: nn.Module) -> None:
         self.model, self.parameters = model, chosen_parameters(model, self.grad_wrt)
         self.model_params = list(self.parameters.values())
-        # The weights and buffers that tasks get. They are None if tasks call the model as it is.
+        # The weights and buffers that tasks pass to the model, or None to call the model unchanged.
         self.func_weights = dict(model.named_parameters()) if self._functional else None
         self.func_buffers = dict(model.named_buffers()) if self._functional else None
 

@@ -18,7 +18,7 @@ Weights = Mapping[str, Tensor] | None
 
 
 def is_unmodified(instance: object) -> bool:
-    """Return whether an object has a class of this package, and none of its methods is replaced."""
+    """Return whether an object's class is defined in this package and no method is replaced."""
     kind = type(instance)
     is_builtin = kind.__module__.startswith(f"{__package__}.")
     return is_builtin and not any(hasattr(kind, name) for name in vars(instance))
