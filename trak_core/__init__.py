@@ -17,7 +17,7 @@ from typing import Any
 
 __version__ = "0.3.0"
 
-# Modules by public class. They import torch, so they are only imported when a class is used.
+# The modules of public classes. They import torch, so each is imported when its class is used.
 _PUBLIC = {"Attributor": "attribution.attributor", "Scores": "attribution.scores"}
 
 

@@ -60,10 +60,7 @@ def stage_digest(module: str) -> str:
 
 
 def _imported(file: Path, name: _Name) -> Iterable[_Name]:
-    """Yield the parts of the dotted name of each module, class or function that a file imports.
-
-    ``name`` contains the parts of the dotted name of the file's own module.
-    """
+    """Yield the dotted name, split at the dots, of everything that the module ``name`` imports."""
     try:
         nodes = list(ast.walk(ast.parse(file.read_bytes(), filename=str(file))))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

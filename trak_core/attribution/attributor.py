@@ -354,10 +354,7 @@ class Attributor(FittedAttributor):
             )
 
     def _is_current(self, name: str, loaded: LoadedModel) -> bool:
-        """Return whether stored features belong to this checkpoint's weights.
-
-        An error is raised if they were computed with other settings.
-        """
+        """Return whether stored features belong to these weights. Other settings are an error."""
         with self._open_features(name) as file:
             differ, columns = self._differing_keys(name, loaded, file), stored_columns(file)
         if differ == ["checkpoint"]:
@@ -379,12 +376,11 @@ def _is_normal_matrix_of(path: Path, train: Artifact, spec: NormalSpec) -> bool:
 
 
 def _without_none(**settings: Any) -> dict[str, Any]:
-    """Return the settings that are not None, by name."""
     return {key: value for key, value in settings.items() if value is not None}
 
 
 def _read_checkpoints(given: Any) -> tuple[dict[str, Checkpoint], dict[str, Any]]:
-    """Return the checkpoints, sorted by id, and the path, state dict or None of each id."""
+    """Return the checkpoints by id, and the weights by id: a path, a state dict or None."""
     if given is None:
         return {"model": Checkpoint("model", path="")}, {"model": None}
     if isinstance(given, str | Path) or _is_state_dict(given):

@@ -71,10 +71,7 @@ class OrderedSamples:
         return replace(text, kwargs=kwargs, lengths=lengths, along=along)
 
     def few(self, n: int) -> list[int]:
-        """Return the positions of ``n`` samples: the longest text, the shortest text, and others.
-
-        If there are fewer samples, return all positions.
-        """
+        """Return up to ``n`` positions of samples: the longest text, the shortest, and others."""
         if self.lengths is None:
             return list(range(min(n, len(self))))
         by_length = np.argsort(self.lengths, kind="stable")[::-1]

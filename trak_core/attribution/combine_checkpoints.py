@@ -50,7 +50,7 @@ def sample_table(parts: Sequence[Part], side: str, block: int) -> dict[str, np.n
     def summarized(
         key: str, summary: Callable[[np.ndarray, int], np.ndarray] = _mean
     ) -> np.ndarray:
-        """Return ``summary(values, i)`` for the values of all checkpoints in rows from i on."""
+        """Return a column: ``summary`` of the checkpoints' values in the block from each row i."""
         return np.concatenate([
             summary(np.stack([part.vector(key, i, i + block) for part in parts]), i)
             for i in range(0, len(ids), block)

@@ -175,10 +175,7 @@ class MarginsOfTokens(nn.Module):
 
 
 def vocabulary_size(model: nn.Module) -> int:
-    """Return the vocabulary size: the largest number of rows of an embedding.
-
-    In a model without embeddings, this is the largest number of rows of a matrix.
-    """
+    """Return the vocabulary size: the most rows of an embedding or, without one, of a matrix."""
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     matrices = tables or [p for p in model.parameters() if p.ndim == 2]
     return max(map(len, matrices), default=0)

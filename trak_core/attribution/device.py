@@ -1,4 +1,4 @@
-"""Find the device that a config names, reserve a GPU, and set the precision of products."""
+"""Find the device that a config names, reserve a GPU, and set the precision of float32."""
 
 import os
 import tempfile
@@ -80,9 +80,9 @@ def find_device(name: str, *, projects: bool = False) -> torch.device:
 def float32_precision(precision: str) -> Generator[None, None, None]:
     """Set the precision of float32 products in the context, and restore torch's settings on exit.
 
-    With ``highest``, matrix products and convolutions multiply float32 numbers. (On CUDA, torch's
-    default for convolutions is TF32.) With ``high``, they multiply TF32 numbers on devices that
-    support TF32.
+    With ``highest``, matrix products and convolutions multiply float32 numbers, although torch's
+    default for convolutions on CUDA is TF32. With ``high``, they multiply TF32 numbers on devices
+    that support TF32.
     """
     before = [product.fp32_precision for product in _PRODUCTS]
     set_float32_precision(precision)
@@ -93,7 +93,7 @@ def float32_precision(precision: str) -> Generator[None, None, None]:
 
 
 def set_float32_precision(precision: str) -> None:
-    """Set the precision as in ``float32_precision``, until it is set again."""
+    """Set the precision of float32 products (see ``float32_precision``) until it is set again."""
     _round_factors([PRECISIONS[precision]] * len(_PRODUCTS))
 
 
@@ -107,7 +107,7 @@ def _round_factors(dtypes: Sequence[str]) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a device that is stored in the provenance of files."""
+    """Return a device's name, which files store to show where they were computed."""
     return f"cuda {torch.cuda.get_device_name(device)}" if device.type == "cuda" else "cpu"
 
 

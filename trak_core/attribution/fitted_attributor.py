@@ -115,7 +115,7 @@ class Scorer:
     def _exact(
         self, targets: Split, gradients: DampedGradients, compute: Compute
     ) -> tuple[np.ndarray, list[Tensor]]:
-        """Return the matrix A of exact scores, shape (n, m), float32, and the targets' columns."""
+        """Return exact A, (n, m), float32, and the targets' labels, outputs and predictions."""
         exact_need(len(gradients.damped.gramian), len(targets.ids)).check(compute.memory_mb)
         if not self.loaded.reproduces(self.train, self.columns):
             raise InputError(
@@ -129,7 +129,7 @@ class Scorer:
         return gradients.similarities(cross).astype(np.float32), columns
 
     def _target_features(self, targets: Split, compute: Compute) -> tuple[np.ndarray, list[Tensor]]:
-        """Return the targets' features, shape (m, k), float64, and the targets' columns.
+        """Return the targets' features (m, k), float64, and their labels, outputs and predictions.
 
         Features are rounded to the dtype in which the training samples' features are stored.
         """
@@ -315,7 +315,7 @@ class FittedAttributor(ABC):
 
     @abstractmethod
     def _refuse(self, path: Path, keys: Sequence[str]) -> NoReturn:
-        """Raise an error that names the settings ``keys`` in which a file is not as expected."""
+        """Raise an error that names ``keys``, the settings in which a stored file differs."""
         raise NotImplementedError
 
     # These paths are those in the results of a run, so that finished runs can be opened, too.
@@ -382,7 +382,7 @@ class FittedAttributor(ABC):
         return replace(self._compute, memory_mb=memory_mb)
 
     def _scorer(self, name: str) -> Scorer:
-        """Return a checkpoint's scorer. If features are read from a file, ``_files`` closes it."""
+        """Return a checkpoint's scorer. If it reads features from a file, ``_files`` closes it."""
         scorer = self._held.get(name) or self._read_scorer(name)
         if isinstance(scorer.features, Rows):
             self._files.callback(scorer.features.artifact.close)
@@ -441,7 +441,7 @@ class FittedAttributor(ABC):
     def _split_by_tokens(
         self, pairs: pd.DataFrame, targets: Split
     ) -> tuple[pd.DataFrame, pd.DataFrame]:
-        """Return the two tables of ``tokens`` for ``pairs``, in whose order ``targets`` are."""
+        """Return the two tables that ``tokens`` returns, for ``pairs`` and their ``targets``."""
         train_of, train_ids = pd.factorize(pairs["train_id"])
         target_of, _ = pd.factorize(pairs["target_id"])
         positions = np.column_stack([train_of, target_of])

@@ -98,10 +98,7 @@ def similarity_rows(phi: ReadRows, solved: Rows | np.ndarray) -> ReadRows:
 
 
 def score_rows(parts: Sequence[Part], similarity: Sequence[ReadRows], spec: ScoresSpec) -> ReadRows:
-    """Return a function that computes rows of the scores, combined over checkpoints.
-
-    For each checkpoint, ``similarity`` contains a function that returns rows of A (see ``Scorer``).
-    """
+    """Return a function that combines rows of A, which ``similarity`` computes, to scores."""
     assert spec.loss_weight_power is not None
     combine, power = Combine(spec.combine), spec.loss_weight_power
     norms = [part.scalar("train_norm") if spec.norm_power is not None else 1.0 for part in parts]
@@ -116,8 +113,7 @@ def score_rows(parts: Sequence[Part], similarity: Sequence[ReadRows], spec: Scor
 def normal_weights(train: Artifact, curvature_power: float | None) -> np.ndarray:
     """Return the weights of training samples in the normal matrix, shape (n,), float64.
 
-    A weight is the curvature of the loss to the power ``curvature_power``. If the power is None,
-    all weights are 1.
+    Weights are the curvature of the loss to the power ``curvature_power``, or 1 without a power.
     """
     if curvature_power is None:
         return np.ones(len(train.vector("sample_ids")))
@@ -227,7 +223,7 @@ def read_normal_matrix(
 
 
 def stored_products(file: Artifact) -> np.ndarray:
-    """Return the inner products in a file, of gradients for given and for drawn labels."""
+    """Return the inner products in a file, including those of gradients for drawn labels."""
     gramian = file.matrix("gramian")[:]
     if not file.has("drawn"):
         return gramian

@@ -19,8 +19,7 @@ from trak_core.settings import FeaturesSpec
 
 RECORD = "gradient_method.json"
 
-# Maps the conditions of a choice (see ``method_for``) to the name of the chosen method, and to a
-# notice to print or None.
+# Maps conditions (see ``method_for``) to the name of the chosen method, and a notice or None.
 Methods = dict[str, tuple[str, str | None]]
 
 

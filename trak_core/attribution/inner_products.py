@@ -215,13 +215,10 @@ class _Rows:
 def _fill(
     values: np.ndarray, train: _Rows, right: _Rows, block: int, batch_size: int, room: MemoryBudget
 ) -> list[Tensor]:
-    """Write inner products of the rows of ``train`` and ``right`` to ``values``.
+    """Return the columns of the samples in ``right``, after writing inner products to ``values``.
 
-    The gradients of ``block`` samples in ``right`` are in memory at a time. ``room`` is the memory
-    for batches.
-
-    Returns:
-        The columns of the samples in ``right``.
+    These are the products of the rows of ``train`` with the rows of ``right``. The gradients
+    of ``block`` samples in ``right`` are in memory at a time. ``room`` is the memory for batches.
     """
     is_square = train is right
     n, m = len(train.samples), len(right.samples)
@@ -265,7 +262,7 @@ def _fill(
 
 
 def _products(a: Tensor, b: Tensor) -> np.ndarray:
-    """Return a b^T, float64. Long sums are split: float32 in the parts, float64 between them."""
+    """Return a b^T, float64. Long sums are float64 sums of partial sums in float32."""
     if a.shape[1] <= _ENTRIES:  # With few columns, float64 is cheap enough for the whole sum.
         left = a.double()
         return np.hstack([(left @ part.double().T).cpu().numpy() for part in b.split(_ROWS)])

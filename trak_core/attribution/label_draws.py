@@ -16,7 +16,7 @@ from trak_core.model_outputs.model_output import ModelOutput, rows_in
 
 @dataclass(frozen=True, slots=True)
 class LabelDraws:
-    """Draws labels for samples from the distribution that a checkpoint's model predicts.
+    """Draws of labels for samples from the distribution that a checkpoint's model predicts.
 
     The random numbers depend on the seed, the stream, the sample's id and the number of draws, but
     not on batches. Rounding can still change a label if the random number is close to the boundary
@@ -30,7 +30,7 @@ class LabelDraws:
     seed: int = 0
 
     def bytes_of_sample(self, loaded: LoadedModel, few: Batch) -> int:
-        """Return the memory to draw a sample's labels. Raise an error if they cannot be drawn."""
+        """Return the bytes needed to draw a sample's labels, or raise an error."""
         with torch.no_grad(), in_evaluation_mode(loaded.model):
             read = loaded.output.read(few.given_to(loaded.model))
         if loaded.output.loss_noise is None or not isinstance(read, Tensor):

@@ -171,7 +171,7 @@ class LoadedModel:
         return replace(batch.mapped(moved), gives_labels=batch.gives_labels or needs_labels)
 
     def in_pieces(self, samples: OrderedSamples, memory_mb: int) -> Self:
-        """Return this model or, if all logits would need much memory, one that computes pieces.
+        """Return this model or, if all logits need much memory, one that computes a few at a time.
 
         Model outputs are the same up to rounding. If logits are computed in pieces, ``few`` prints
         a notice.

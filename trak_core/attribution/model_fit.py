@@ -22,10 +22,9 @@ class Fit:
     """How well the models and a constant guess predict the training samples.
 
     Attributes:
-        measure: Sentences in ASCII. They state the fractions of predictions that are correct, and
-            of labels that are equal to the most frequent label, or for regression, the R2 of
-            predictions.
-        is_doubtful: Whether the models are not better than the guess (for classes and parts, by at
+        measure: Sentences in ASCII with the fraction of predictions that are correct, and of labels
+            that are equal to the most frequent label. For regression, the R2 of predictions.
+        is_doubtful: Whether the models are not better than the guess (except for regression, by at
             least two standard errors), predict most classes wrong, or mistake one class for another
             in most samples.
     """

@@ -103,7 +103,7 @@ class Features(Consumer):
     def _sketched(
         self, products: OuterProducts, number: int, shape: tuple[int, int], use: Contribution
     ) -> bool:
-        """Sketch outer products, unless forming the gradient is cheaper. Return if sketched."""
+        """Sketch a gradient's outer products if this is cheaper. Return whether it was done."""
         if isinstance(use, Lookup) and use.matrix == shape:
             products.add_lookups(number, use.indices, use.gradients[0])
             return True
@@ -213,7 +213,7 @@ def queued_features(
     *,
     is_scaled: bool = True,
 ) -> QueuedFeatures:
-    """Return a batch's features, shape (batch, proj_dim), float32, and the samples' columns.
+    """Return a batch's features, shape (batch, proj_dim), float32, and ``PerSample.columns``.
 
     The features of a gradient x are x R, where R is the projection matrix. If ``is_scaled``, they
     are multiplied by the projection's scale.

@@ -71,10 +71,7 @@ def checkpoint_weights(loss_weights: np.ndarray, norms: np.ndarray, spec: Scores
 
 
 def unit_of(spec: ScoresSpec) -> str:
-    """Return a text that states the unit of scores.
-
-    Source: docs/explanation/scores.md, "What a score says".
-    """
+    """Return a text that states the unit of scores (see docs/explanation/scores.md)."""
     is_newton_step = spec.weighting == "curvature" and spec.loss_weight_power == 1
     if is_newton_step and spec.combine != Combine.UNIT_AVERAGE and not spec.normalize:
         return f"that of the model output ({spec.features.model_output})"
@@ -188,10 +185,7 @@ def largest(seen: Extremes | None, start: int, block: np.ndarray, keep: int) -> 
 
 
 def _packed(chosen: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows and scores of the chosen entries of each column, at the top of the column.
-
-    Columns with fewer chosen entries than others are filled up with -inf.
-    """
+    """Return rows and scores of the chosen entries of each column. Short columns end with -inf."""
     # If few entries are chosen, `flatnonzero` is ten times as fast as `nonzero`.
     rows, columns = np.divmod(np.flatnonzero(chosen), chosen.shape[1])
     order = np.argsort(columns, kind="stable")

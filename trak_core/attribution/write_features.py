@@ -191,8 +191,7 @@ def write_features(
         spec,
         replace(compute, memory_mb=max(0, left_mb)),
         sampled=sampled,
-        # It is an error if all training samples have equal features, but a shard can be so small
-        # that its samples have.
+        # Equal features of all training samples are an error. The few samples of a shard may agree.
         must_differ=spec.split == TRAIN and n_shards == 1,
     )
     kind = FEATURES if n_shards == 1 else FEATURE_SHARD
@@ -203,8 +202,7 @@ def write_features(
         rows = writer.matrix("features", own.ids, names, dtype=np.dtype(spec.dtype))
         for first, last, stored, columns in blocks:
             rows[first:last] = stored
-            # Columns are copied into one tensor for all samples. A list of small tensors would
-            # fragment memory, because each would lie between large tensors that are freed.
+            # A list of small tensors would fragment memory, so columns are copied into large ones.
             kept = kept or [column.new_empty(len(own.ids)) for column in columns]
             for whole, part in zip(kept, columns, strict=True):
                 whole[first:last] = part

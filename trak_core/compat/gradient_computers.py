@@ -95,9 +95,7 @@ class AbstractGradientComputer(ABC):
 
 
 class FunctionalGradientComputer(AbstractGradientComputer):
-    """Compute the gradients of all B samples in one backward pass.
-
-    The result is a dict with a tensor (B, *shape) for each parameter.
+    """Compute the gradients of all B samples in one backward pass, by parameter: (B, *shape).
 
     ``torch.vmap`` is called only for the ``get_output`` of a user-defined task. If the model or the
     task does not support one backward pass, samples are differentiated one by one, and a notice is

@@ -52,9 +52,8 @@ class RowFile(Sequence[dict[str, Any]]):
     Attributes:
         path: The file.
         rows: The fields of each row.
-        numbers: The number of the line in which each row begins, counted from 1. For ``.json``,
-            Parquet and saved data sets, which have no lines, the number of the row. Empty for a
-            folder of images.
+        numbers: The number of the line in which each row begins, counted from 1. For files without
+            lines, such as Parquet, the number of the row. Empty for a folder of images.
     """
 
     path: Path

@@ -230,14 +230,9 @@ def lds_tables(
     """Return the tables ``summary``, ``targets`` and ``checkpoints`` of an evaluation.
 
     ``summary`` contains the LDS of each method, ``targets`` the correlation of each method for each
-    target, and ``checkpoints`` the LDS of scores from fewer checkpoints.
-
-    Args:
-        methods: The subset sums of each method, shape (subsets, targets). The first method must be
-            the scores.
-        by_count: For each number c of checkpoints, the subset sums of scores from the first c.
-        truth: The outputs of the retrained models.
-        target_ids: The ids of the targets.
+    target, and ``checkpoints`` the LDS of scores from fewer checkpoints. ``methods`` contains the
+    subset sums of each method, shape (subsets, targets), first those of the scores. ``by_count[c]``
+    contains the subset sums of scores from the first c checkpoints.
     """
     mean = truth.outputs.mean(axis=0)
     correlations = {key: rank_correlations(sums, mean) for key, sums in methods.items()}

@@ -16,8 +16,7 @@ from trak_core.attribution.score_formulas import powered
 from trak_core.attribution.solve import Spectrum, mean_squared_norm, train_norm, weighted_gramians
 from trak_core.settings import Combine, Setting
 
-# The method, projection kind and dimension of a row of the table `summary`. The dimension is 0 if
-# the method has no projection.
+# The method, projection kind and dimension (0 without a projection) of a row of the summary.
 Key = tuple[str, str, int]
 
 
@@ -64,10 +63,7 @@ class CheckpointRows:
 def average_weights(
     settings: Iterable[Setting], loss_weights: Sequence[np.ndarray]
 ) -> dict[float, np.ndarray]:
-    """Return the average of Q^p over checkpoints, by the powers p of loss weights in ``settings``.
-
-    ``loss_weights`` contains the loss weights Q of the training samples at each checkpoint.
-    """
+    """Return loss weights to the power p, averaged over checkpoints, for each p in ``settings``."""
     powers = sorted({setting.loss_weight_power for setting in settings})
     return {p: np.mean([powered(q, p) for q in loss_weights], axis=0) for p in powers}
 

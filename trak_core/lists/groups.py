@@ -120,8 +120,7 @@ class GroupSums:
             similarities: For each of C checkpoints, the similarities of the samples to the targets
                 (A_c in docs/explanation/scores.md), shape (C, rows, m).
             loss_weights: The loss weights to the configured power, shape (C, rows).
-            norms: For each checkpoint, the norm ||B_c|| that ``unit_average`` divides scores by,
-                and 1 for any other ``combine``.
+            norms: The norm ||B_c|| of each checkpoint for ``unit_average``, else ones.
             groups: For each grouping column, the number of each sample's group, shape (rows,).
                 Groups of different columns have different numbers.
         """
@@ -217,16 +216,9 @@ def sums_of_groups(
 ) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray]]:
     """Return sums of scores over groups of training samples, with bootstrap draws and intervals.
 
-    Targets are processed in blocks that fit in memory.
-
-    Args:
-        parts: The fitted checkpoints.
-        rows: For each checkpoint, a function that reads the similarities of some training samples.
-        spec: The settings of the scores.
-        groupings: The groups of the training samples, for each grouping column.
-        improves: 1 if a larger output improves a target, and else -1, shape (m,). Scores are
-            multiplied by it, so that training samples with positive scores help.
-        memory_mb: The available memory in MiB.
+    ``parts`` contains the data of each checkpoint, and ``rows`` a function that reads its
+    similarities. Targets are processed in blocks that fit in memory. Scores of target j are
+    multiplied by ``improves[j]``, which is 1 or -1, so that positive scores help.
 
     Returns:
         The sums of scores for each target, shape (groups, m); bootstrap draws of the group means

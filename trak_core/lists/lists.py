@@ -57,7 +57,7 @@ def best_in_turn(
 ) -> pd.DataFrame:
     """Return the most helpful ``fraction`` of the training samples, which targets choose in turn.
 
-    In each turn, every target chooses the best of its top influences that nobody has chosen yet.
+    In each turn, every target chooses the best of its top influences that no target has chosen.
     The result therefore helps all kinds of targets, whereas the samples with the largest help minus
     harm can be very similar to each other. When no target has influences left to choose, the
     remaining samples follow in the order of help minus harm.
@@ -134,20 +134,15 @@ def nearest(
 def copies(
     neighbours: Extremes, same_id: np.ndarray | int = -1
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Find the samples whose nearest row is a copy of them.
+    """Return the numbers of samples that have a copy, and the copies' rows, cosines and closeness.
 
-    Let d_i be the cosine distance of a sample to its i-th nearest row. The nearest row is a copy of
-    the sample if its closeness, 1 - d_1 / d_5, is at least 0.9.
+    ``neighbours`` is the result of ``nearest`` for the samples. Let d_i be the cosine distance of a
+    sample to its i-th nearest row. The nearest row is a copy of the sample if its closeness,
+    1 - d_1 / d_5, is at least 0.9.
 
-    Args:
-        neighbours: The result of ``nearest``, which was called with the samples as queries.
-        same_id: For each sample, the row that has the sample's id and label, or -1. If the features
-            of this row are also equal, it is the sample itself, and the sample is left out. Equal
-            ids are not enough, because training samples and targets may both be numbered from 0.
-
-    Returns:
-        The numbers of the samples that have a copy, the rows of the copies, their cosines, and
-        their closeness.
+    ``same_id`` contains, for each sample, the row with the same id and label, or -1. If the
+    features of this row are also equal, it is the sample itself, and the sample is left out. Equal
+    ids are not enough, because training samples and targets may both be numbered from 0.
     """
     cosines = np.minimum(neighbours.scores.astype(np.float64), 1)
     # A sample can have fewer than five neighbours. Entries without a neighbour are -inf.

@@ -1,4 +1,4 @@
-"""Show what a model reads for a sample, and which tokens of all training samples it lacks."""
+"""Show a model's input for a sample, and find tokens of training samples that the sample lacks."""
 
 from collections.abc import Mapping, Sequence
 from itertools import takewhile

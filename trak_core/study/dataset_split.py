@@ -39,7 +39,7 @@ class Split:
         """Return the samples with these ids, in the order of ``ids``, which must be distinct."""
         position = {sample_id: i for i, sample_id in enumerate(self.ids)}
         counts = Counter(ids)
-        # True equals 1, and would select the sample with the id 1.
+        # A bool is refused, because True equals 1 and would select the sample with the id 1.
         wrong = [i for i in ids if i not in position or isinstance(i, bool) or counts[i] > 1]
         if wrong:
             raise InputError(
@@ -56,7 +56,7 @@ class Split:
         return Split(Subset(self.samples, rows), ids)
 
     def sample(self, row: int) -> Any:
-        """Return the sample in a row. An error in the user's code is raised as an InputError."""
+        """Return sample number ``row``. An error in the user's code is raised as an InputError."""
         with users_code(f"reading sample {self.ids[row]}"):
             return self.samples[row]
 
@@ -147,9 +147,8 @@ def _is_number(sample_id: Any) -> bool:
 
 
 def _is_name(sample_id: Any) -> bool:
-    # Names with NUL or with lone surrogates are not printable. They could not be stored, because
-    # HDF5 pads strings with NUL and UTF-8 cannot encode surrogates. pandas reads the name "nan" in
-    # an index as a missing value.
+    # Names with NUL or lone surrogates, which are not printable, could not be stored by HDF5 and in
+    # UTF-8. pandas reads the name "nan" in an index as a missing value.
     return (
         type(sample_id) is str
         and sample_id != "nan"

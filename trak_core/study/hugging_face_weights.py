@@ -126,7 +126,7 @@ _LAYER_SETTINGS = frozenset({
     *("bias", "exclude_modules", "layers_pattern", "layers_to_transform", "lora_bias"),
     *("modules_to_save", "rank_pattern", "target_modules", "target_parameters"),
 })
-# Initializations of an adapter that do not change the base model's weights. PiSSA and OLoRA do.
+# Initializations of an adapter that, unlike PiSSA and OLoRA, keep the base model's weights.
 _INITS_KEEPING_BASE = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
 
 
@@ -194,7 +194,7 @@ class Adapter:
         """Compare the settings in an adapter's folder with those of the adapter in the model.
 
         Returns:
-            Texts on the different settings that change outputs, and on those that select layers.
+            Two lists of differing settings: those that change outputs, and those that select layers.
         """
         own = self.model.peft_config[self.name]
         stored, config = _read_config(folder / ADAPTER_CONFIG, own)

@@ -76,8 +76,8 @@ def read_weights(checkpoint: Path, part: str | None = None, digest: Any = None) 
     Args:
         checkpoint: A file of ``torch.save`` with a state dict, a ``.safetensors`` file, a Hugging
             Face folder, sharded or not, or a folder of a PEFT adapter.
-        part: The keys that lead to one of several state dicts, joined by dots. They can continue
-            into the names of weights, as a prefix. None selects the usual state dict.
+        part: The keys that lead to one of several state dicts, joined by dots. A prefix of the
+            names of weights can follow. None selects the usual state dict.
         digest: A hash object of hashlib to update, or None. It is updated with the config of an
             adapter or the index of shards, if there is one, and then with the files of weights.
     """
@@ -146,7 +146,7 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], source: str) 
 def _copy_weights(
     model: nn.Module, pieces: Iterable[Mapping[str, Tensor]], fit: Fit, source: str
 ) -> None:
-    """Copy the weights ``fit.weights`` into a model, divided into ``pieces`` that save memory."""
+    """Copy ``fit.weights`` into a model, in ``pieces`` so that less memory is needed."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     _check_tied(parameters, fit.weights, source)
     for piece in pieces:

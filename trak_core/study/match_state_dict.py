@@ -33,8 +33,7 @@ def misfits_of(
     """Return the keys of state dicts that do not fit, by the kind of the difference.
 
     ``state`` is the state dict of a checkpoint, and ``own`` is the state dict of the model. Keys in
-    ``unread`` may be missing from the checkpoint. If weights are tied, the checkpoint needs only
-    one of them.
+    ``unread`` may be missing from the checkpoint. One of several tied weights is enough.
     """
     both = [key for key in own if key in state]
     stored = {_location(own[key]) for key in both if own[key].numel()}
@@ -58,12 +57,12 @@ def misfits_of(
 
 
 def _location(tensor: Tensor) -> tuple[Any, ...]:
-    """Return a tensor's location in memory. It is the same for tied weights."""
+    """Return a tensor's location in memory, which is the same for tied weights."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.numel()
 
 
 def _fits_type(stored: Tensor, own: Tensor) -> bool:
-    """Return whether the values of a stored tensor can be converted to the dtype of ``own``."""
+    """Return whether a stored tensor can be converted to the dtype of the model's tensor."""
     if stored.layout is not torch.strided or stored.is_complex() > own.is_complex():
         return False
     # Floats of 8 bits are quantized weights. Without their scales, the values are meaningless.
@@ -85,10 +84,7 @@ def shared_prefixes(names: Iterable[str]) -> list[str]:
 
 
 def _prefixes(names: Iterable[str], own: Container[str]) -> Iterator[str]:
-    """Yield the prefixes that all names share, and then the most common ones before model names.
-
-    ``own`` contains the names in the model.
-    """
+    """Yield the prefixes that all names share, then those that often precede a name in ``own``."""
     yield from shared_prefixes(names)
     before_own = Counter(
         name[: end + 1]

@@ -150,8 +150,7 @@ def _numbers(
     }
     named = {name: tuple(p.shape) for name, p in model.named_parameters()}
     orders: list[list[int]] = []
-    # If the model is frozen for inference, ``trained`` is empty. Then the optimizer may have the
-    # parameters that are differentiated (``selected``), or all parameters.
+    # ``trained`` is empty if the model is frozen for inference, so other sets are tried as well.
     for names in (trained, selected, {*named}):
         own = {name: shape for name, shape in named.items() if name in names}
         if len(own) == len(shapes):

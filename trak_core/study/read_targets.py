@@ -81,7 +81,6 @@ def encoded_line(
 
 
 def _encoded(study: Study, fields: Mapping[str, Any], signature: str = "()") -> Any:
-    """Return the sample that the study's ``encode`` makes from the fields of a row or a line."""
     with users_code(f"{study.path}: encode{signature} of the fields {shortened(fields)},"):
         return study.function("encode")(**fields)
 

@@ -53,10 +53,7 @@ class Picture:
 
 
 def are_drawn(study: Study, train: Split) -> bool:
-    """Return whether samples are shown as pictures.
-
-    They are if the study has ``draw``, or if the first training sample is an image.
-    """
+    """Return whether pages show pictures: the study has ``draw``, or its samples are images."""
     return study.has("draw") or _pixels(train.sample(0)) is not None
 
 
@@ -83,10 +80,7 @@ def show_sample(
 def sample_as_html(
     sample: Any, sample_id: Any, study: Study | None, describe: Callable[[Any], str] | None = None
 ) -> str:
-    """Return a sample as HTML: a picture, a text or values.
-
-    Without a study, the text is ``describe(sample)``.
-    """
+    """Return a sample as HTML: a picture, a text or values. Without a study, call ``describe``."""
     if study is not None:
         draws = study.has("draw") or _pixels(sample) is not None
         shown = show_sample(study, sample_id, sample, SHORTENED, draws)

@@ -53,7 +53,7 @@ class _InWords(dict[int, int | None]):
         return own
 
 
-# Soft hyphens and zero-width joiners are deleted instead of replaced, because they are in words.
+# Soft hyphens and zero-width joiners are deleted, not replaced, because they occur within words.
 _IN_WORDS = _InWords(dict.fromkeys((0x00AD, 0x200C, 0x200D)))
 _SHOWN = 400  # The number of characters shown from either end of a long text.
 
