@@ -60,7 +60,7 @@ class ImageClassificationModelOutput(AbstractModelOutput):
     """
 
     per_sample = True
-    # The names of the model's inputs, in the order of a batch. It is empty for positional inputs.
+    # The names of the model's inputs, in the order of a batch, or () for positional inputs.
     names: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, temperature: float = 1.0) -> None:
@@ -174,7 +174,7 @@ class CLIPModelOutput(AbstractModelOutput):
 
     @staticmethod
     def _draw() -> None:
-        """Draw the simulated batch once. vmap could draw another batch for each sample."""
+        """Draw the simulated batch once, because vmap could draw another one for each sample."""
         n, size = CLIPModelOutput.num_computed_embeddings, CLIPModelOutput.sim_batch_size
         CLIPModelOutput._picked = drawn_pairs(n, size, seed=0)
 

@@ -32,7 +32,7 @@ class ProjectionType(StrEnum):
 def vectorize(
     g: Mapping[str, Tensor], arr: Tensor | None = None, device: Device = "cuda"
 ) -> Tensor:
-    """Return gradients (B, *shape) of all parameters as one tensor (B, p). Use ``arr`` if given."""
+    """Return gradients (B, *shape) by parameter as one tensor (B, p), in ``arr`` if it is given."""
     device = device if arr is None else arr.device
     flat = torch.cat([x.detach().reshape(len(x), -1).to(device) for x in g.values()], dim=1)
     return flat if arr is None else arr.copy_(flat)

@@ -40,7 +40,7 @@ _SAMPLES_AT_ONCE = 128
 
 
 def _positions(inds: Positions, num_samples: int | None, start: int, n: int, end: int) -> list[int]:
-    """Return the positions of the ``n`` samples of a batch: ``inds``, or those after ``start``."""
+    """Return the positions of a batch's ``n`` samples: ``inds``, or numbers from ``start`` on."""
     if (inds is None) == (num_samples is None):
         count = "both" if num_samples else "neither"
         message = f"Give exactly one of `num_samples` and `inds`. Found {count}."

@@ -266,7 +266,7 @@ def _rows(images: Path) -> RowFile:
         empty = {p.parts[0] for p in shown} - classes - {p.name for p in unread}
         if empty:
             notice(
-                f"{images} contains folders without images, which are no classes: "
+                f"{images} contains folders without images, which do not become classes: "
                 f"{listed(sorted(empty))}."
             )
         entries = [

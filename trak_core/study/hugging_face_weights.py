@@ -194,7 +194,7 @@ class Adapter:
         """Compare the settings in an adapter's folder with those of the adapter in the model.
 
         Returns:
-            Two lists of differing settings: those that change outputs, and those that select layers.
+            The differing settings that change outputs, and those that only select layers.
         """
         own = self.model.peft_config[self.name]
         stored, config = _read_config(folder / ADAPTER_CONFIG, own)
