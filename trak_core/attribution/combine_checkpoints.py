@@ -1,7 +1,7 @@
 """Combine the results of checkpoints into a table of samples and a table of large scores."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -28,14 +28,6 @@ def fast_rows(n_targets: int) -> int:
     return max(1, _CACHED_SCORES // n_targets // CHUNK_ROWS) * CHUNK_ROWS
 
 
-def _mean(values: np.ndarray, _: int) -> np.ndarray:
-    return values.mean(axis=0, dtype=np.float64).astype(np.float32)
-
-
-def _sd(values: np.ndarray, _: int) -> np.ndarray:
-    return values.std(axis=0, dtype=np.float64).astype(np.float32)
-
-
 def sample_table(parts: Sequence[Part], side: str, block: int) -> dict[str, np.ndarray]:
     """Return a table of the training samples (``side="train"``) or targets (``side="target"``).
 
@@ -47,28 +39,26 @@ def sample_table(parts: Sequence[Part], side: str, block: int) -> dict[str, np.n
     """
     ids, labels = (parts[0].vector(f"{side}_{key}") for key in ("ids", "labels"))
 
-    def summarized(
-        key: str, summary: Callable[[np.ndarray, int], np.ndarray] = _mean
-    ) -> np.ndarray:
-        """Return a column: ``summary`` of the checkpoints' values in the block from each row i."""
-        return np.concatenate([
-            summary(np.stack([part.vector(key, i, i + block) for part in parts]), i)
-            for i in range(0, len(ids), block)
+    def blocks(key: str) -> Iterator[tuple[slice, np.ndarray]]:
+        """Yield the rows of each block, and the values of all checkpoints in these rows."""
+        for i in range(0, len(ids), block):
+            yield slice(i, i + block), np.stack([p.vector(key, i, i + block) for p in parts])
+
+    def averaged(key: str, average: Callable[..., np.ndarray] = np.mean) -> np.ndarray:
+        values = [average(values, axis=0, dtype=np.float64) for _, values in blocks(key)]
+        return np.concatenate(values).astype(np.float32)
+
+    outputs, predicted = averaged(f"{side}_outputs"), f"{side}_predictions"
+    if parts[0].vector(predicted, 0, 1).dtype.kind == "f":
+        predictions = averaged(predicted)
+    else:
+        predictions = np.concatenate([
+            most_frequent(classes, labels[rows], outputs[None, rows])
+            for rows, classes in blocks(predicted)
         ])
-
-    def frequent(classes: np.ndarray, i: int) -> np.ndarray:
-        return most_frequent(classes, labels[i : i + block], outputs[None, i : i + block])
-
-    outputs, predicted = summarized(f"{side}_outputs"), f"{side}_predictions"
-    is_class = parts[0].vector(predicted, 0, 1).dtype.kind != "f"
-    table = {
-        "id": ids,
-        "label": labels,
-        "prediction": summarized(predicted, frequent if is_class else _mean),
-        "output": outputs,
-        "output_sd": summarized(f"{side}_outputs", _sd),
-    }
-    return table | ({"loss_weight": summarized("loss_weights")} if side == "train" else {})
+    table = {"id": ids, "label": labels, "prediction": predictions, "output": outputs}
+    table["output_sd"] = averaged(f"{side}_outputs", np.std)
+    return table | ({"loss_weight": averaged("loss_weights")} if side == "train" else {})
 
 
 def add_improving_signs(targets: dict[str, np.ndarray], about: About) -> None:
