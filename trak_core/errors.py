@@ -43,7 +43,7 @@ def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
 def disk_full_reason(error: BaseException) -> str | None:
     """Return the operating system's message if a full disk caused an error, else None."""
     for cause in _with_causes(error):
-        match = re.search(r"\berrno = (\d+)", str(cause))  # HDF5 writes it into messages.
+        match = re.search(r"\berrno = (\d+)", str(cause))  # HDF5's messages contain the number.
         number = int(match[1]) if match else getattr(cause, "errno", None)
         if number in _NO_ROOM:
             return os.strerror(number)

@@ -342,7 +342,6 @@ class Attributor(FittedAttributor):
         return loaded.checkpoint_digests["sha256"]
 
     def _notice_bad_fit(self) -> None:
-        """Print a notice if the models predict their training samples badly."""
         with ExitStack() as stack:
             files = [stack.enter_context(self._open_features(name)) for name in self.settings.ends]
             columns = pd.DataFrame(training_table(files))

@@ -57,7 +57,7 @@ def takes_cuda(name: str, *, projects: bool = False) -> bool:
         )
     is_cuda = name == "cuda" or (name == "auto" and is_available)
     if is_cuda and projects:
-        from trak_core.projection.cuda.project import require_numba_cuda  # only CUDA needs it
+        from trak_core.projection.cuda.project import require_numba_cuda  # CUDA only
 
         require_numba_cuda()
     return is_cuda

@@ -228,7 +228,7 @@ def stored_products(file: Artifact) -> np.ndarray:
     if not file.has("drawn"):
         return gramian
     drawn, m = file.matrix("drawn")[:], gramian.shape[1]
-    if drawn.shape[1] > m:  # A training file also stores products of drawn rows with each other.
+    if drawn.shape[1] > m:  # Products of drawn rows with each other are stored, too.
         gramian = np.hstack([gramian, drawn[:, :m].T])
     return np.vstack([gramian, drawn])
 
@@ -261,7 +261,7 @@ class DampedGradients:
         factors = inverse_lengths(gramian) if spec.normalize else np.ones((len(gramian), 1))
         gramian *= factors
         gramian *= factors.T
-        # ``factorize`` takes a mean over n (1 + draws) rows, but damping refers to n samples.
+        # ``factorize`` averages over n (1 + draws) rows, but damping refers to the mean over n.
         damped = DampedGramian.factorize(gramian, weights, spec.damping * (1 + draws))
         norm = None
         if spec.norm_power is not None:

@@ -242,7 +242,7 @@ class LoadedModel:
                 values = [over_samples(function, read, batch.labels) for function in functions]
                 current.append([value.double().item() for value in values])
         stored = np.stack([columns["outputs"], columns["loss_weights"]], axis=1)
-        # Rounding errors depend on the batch size and, for CUDA, on the precision of products.
+        # Rounding can change outputs by these fractions if the batch size or the precision differs.
         cuda = 4e-3 if torch.get_float32_matmul_precision() == "high" else 1e-3
         eps = max(torch.finfo(p.dtype).eps for p in self.parameters.values())
         rounding = max(1e-4 if self.device.type == "cpu" else cuda, 4 * eps)

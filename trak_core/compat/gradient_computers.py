@@ -163,7 +163,7 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         rows, *columns = queued_features(
             method, *arguments, projection, ids, threads, None, is_scaled=False
         ).wait()
-        # CLASSIFICATION computes the loss weights only for the temperature 1.
+        # CLASSIFICATION has no temperature, so its loss weights are right only for temperature 1.
         is_classification = arguments[2] is CLASSIFICATION
         if is_classification and vars(self.modelout_fn)["loss_temperature"] == 1:
             return rows, columns[3].unsqueeze(1)

@@ -189,14 +189,14 @@ def group_interval(
 
 
 def _within_runs(draws: np.ndarray) -> np.ndarray:
-    """Return the variance between bootstrap draws with the same runs, ignoring NaN: (...)."""
+    """Return the variance between the bootstrap draws that use the same runs, ignoring NaN."""
     centred = _by_run(draws) - _run_means(draws)[..., None]
     freedom = (np.isfinite(centred).sum(axis=-1) - 1).clip(0).sum(axis=-1)
     return np.nansum(centred**2, axis=(-1, -2)) / np.maximum(freedom, 1)
 
 
 def _run_means(draws: np.ndarray) -> np.ndarray:
-    """Return means over bootstrap draws with the same runs, ignoring NaN: (..., RUN_DRAWS)."""
+    """Return the means of the bootstrap draws that use the same runs, ignoring NaN."""
     counts = np.isfinite(_by_run(draws)).sum(axis=-1)
     total = np.nansum(_by_run(draws), axis=-1)
     return np.where(counts > 0, total / np.maximum(counts, 1), np.nan)

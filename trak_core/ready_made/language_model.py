@@ -153,7 +153,7 @@ def language_model(
         tokens = tokenizer(
             whole,
             return_offsets_mapping=True,
-            add_special_tokens=not is_chat,  # A chat template has written them.
+            add_special_tokens=not is_chat,  # The chat template has written them already.
             truncation=max_tokens is not None,
             max_length=max_tokens,
         )

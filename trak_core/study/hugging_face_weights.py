@@ -87,7 +87,7 @@ def convert_weights(
         return model.state_dict(), {}
     floats = {p.dtype for p in model.parameters() if p.is_floating_point()}
     disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)  # The caller reports the keys that do not fit.
+    logging.disable(logging.CRITICAL)  # The caller reports keys that do not fit instead.
     try:
         with torch.random.fork_rng(devices=[]):
             converted, report = model_class.from_pretrained(
@@ -245,5 +245,5 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
     plain = json.loads(json.dumps(dict(settings), default=plain_value))
     for key, value in plain.items():
         if key.startswith("init_") and key.endswith("weights") and value in _INITS_KEEPING_BASE:
-            plain[key] = "the base is kept"  # After training, these are equivalent.
+            plain[key] = "the base is kept"  # They make no difference after training.
     return plain

@@ -27,7 +27,7 @@ _INCHES, _DPI = 1.0, 200
 _PNG_BYTES = 12_000
 _LEFT = "\N{LEFT-TO-RIGHT MARK}"  # An invisible mark for table cells to be aligned left.
 _NOTEBOOK_PIXELS = 64  # The height of a picture in a notebook.
-_N_VALUES, _CHARACTERS = 12, 240  # limits for printing an entry of a sample
+_N_VALUES, _CHARACTERS = 12, 240  # The most values or characters that are printed.
 # Python counts these characters as unprintable, but some scripts and emoji need them.
 _JOINERS = "\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"
 
@@ -258,7 +258,7 @@ def readable(text: str, characters: int) -> str:
     The middle of a long text is replaced by " ... ". A third of the characters is from the end of
     the text, because an answer follows its prompt.
     """
-    if len(text) > 40 * characters:  # Characters far from both ends are not processed.
+    if len(text) > 40 * characters:  # Only characters near the ends are processed.
         text = text[: 20 * characters] + text[-20 * characters :]
     lines = ["".join(map(_printable, line.expandtabs(4))).rstrip() for line in text.splitlines()]
     whole = re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
