@@ -296,8 +296,8 @@ def group_tables(
         for i in range(len(names) - 1):
             others = slice(i + 1, None)
             difference = means[i] - means[others]
-            variances = variances.select(i) + variances.select(others)
-            low, high = group_interval(draws[i] - draws[others], difference, variances, n_runs)
+            samples = variances.select(i) + variances.select(others)
+            low, high = group_interval(draws[i] - draws[others], difference, samples, n_runs)
             pairs = {"column": grouping.column, "group": names[i], "other": names[others]}
             pairs |= {"difference": difference, "low": low, "high": high}
             differences.append(pd.DataFrame(pairs))
