@@ -115,7 +115,7 @@ class Scorer:
     def _exact(
         self, targets: Split, gradients: DampedGradients, compute: Compute
     ) -> tuple[np.ndarray, list[Tensor]]:
-        """Return exact A, (n, m), float32, and the targets' labels, outputs and predictions."""
+        """Return the exact matrix A (float32), and the targets' labels, outputs and predictions."""
         exact_need(len(gradients.damped.gramian), len(targets.ids)).check(compute.memory_mb)
         if not self.loaded.reproduces(self.train, self.columns):
             raise InputError(

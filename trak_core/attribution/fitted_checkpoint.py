@@ -98,7 +98,10 @@ def similarity_rows(phi: ReadRows, solved: Rows | np.ndarray) -> ReadRows:
 
 
 def score_rows(parts: Sequence[Part], similarity: Sequence[ReadRows], spec: ScoresSpec) -> ReadRows:
-    """Return a function that combines rows of A, which ``similarity`` computes, to scores."""
+    """Return a function that computes rows of scores from each checkpoint's rows of A.
+
+    ``similarity`` contains, for each checkpoint, a function that returns rows of A.
+    """
     assert spec.loss_weight_power is not None
     combine, power = Combine(spec.combine), spec.loss_weight_power
     norms = [part.scalar("train_norm") if spec.norm_power is not None else 1.0 for part in parts]

@@ -29,9 +29,9 @@ def combined(parts: Iterable[tuple[np.ndarray, np.ndarray, float]], combine: Com
     """Average a block of scores over checkpoints, with one checkpoint in memory at a time.
 
     Args:
-        parts: For each checkpoint c, of which there is at least one: a block of rows of the matrix
-            A_c (see ``Attributor``), shape (rows, m); the loss weights Q_c^power of these rows,
-            shape (rows,); and the norm ||B_c||, which only ``unit_average`` uses.
+        parts: For each checkpoint c (at least one), a block of rows of the matrix A_c (see
+            ``Attributor``), shape (rows, m); the loss weights Q_c^power of these rows, shape
+            (rows,); and the norm ||B_c||, which only ``unit_average`` uses.
         combine: ``product_of_averages``: mean_c(A_c) * mean_c(Q_c^power), as in the paper;
             ``average_of_products``: mean_c(A_c * Q_c^power); ``unit_average``:
             mean_c(A_c * Q_c^power / ||B_c||).
@@ -57,7 +57,7 @@ def combined(parts: Iterable[tuple[np.ndarray, np.ndarray, float]], combine: Com
 
 
 def checkpoint_weights(loss_weights: np.ndarray, norms: np.ndarray, spec: ScoresSpec) -> np.ndarray:
-    """Return the weights v with which scores are a sum over C checkpoints, shape (C, n).
+    """Return weights v such that scores are a weighted sum over C checkpoints, shape (C, n).
 
     With these weights, ``combined`` computes scores[i, j] = sum_c v[c, i] A_c[i, j] from matrices
     A_c. ``loss_weights`` have shape (C, n). ``norms``, shape (C,), are for ``unit_average`` only.

@@ -86,7 +86,7 @@ class AbstractGradientComputer(ABC):
     def compute_per_sample_grad(self, batch: Sequence[Tensor]) -> Tensor | dict[str, Tensor]:
         """Return the gradient of the model output of each sample in a batch of B.
 
-        It is a dict with a tensor (B, *shape) for each parameter, or one tensor (B, grad_dim).
+        Gradients are a dict with a tensor (B, *shape) per parameter, or one tensor (B, grad_dim).
         """
 
     @abstractmethod
