@@ -137,7 +137,7 @@ def test_the_file_of_an_own_output_decides_features_and_what_is_retrained_but_no
     # In the study's own file it counts as the study does.
     Path("study.py").write_text("make_model = None\n\ndef f(x):\n    return x.sum()\n")
     study = made(model_output="study.py:f")
-    assert study.made_of == study.study_digest
+    assert study.study_and_output_digest == study.study_digest
     assert study.all_features.study_digest == study.study_digest
 
 

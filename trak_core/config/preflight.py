@@ -50,9 +50,9 @@ def run_preflight(
         config_files: More paths to check for characters that a shell interprets.
         is_stored: Whether Snakemake reads files from remote storage, not from this disk.
     """
-    given = (checkpoint.path for checkpoint in specs.checkpoints.values())
-    check_paths(specs.config, [*config_files, *filter(None, given)])
-    checkpoints, truth = _own_files(specs, is_stored)
+    paths = (checkpoint.path for checkpoint in specs.checkpoints.values())
+    check_paths(specs.config, [*config_files, *filter(None, paths)])
+    checkpoints, truth = _user_files(specs, is_stored)
     paths = [*checkpoints, *truth]
     digests = path_digests(paths, results / _DIGESTS) if paths else {}
     _check_sizes(specs, _facts(specs, results / _RECORD, checkpoints, digests))
@@ -78,7 +78,7 @@ def largest_weights_mb(specs: Specs, results: Path, checkpoint: str | None) -> i
     )
 
 
-def _own_files(specs: Specs, is_stored: bool) -> tuple[dict[str, list[str | None]], list[str]]:
+def _user_files(specs: Specs, is_stored: bool) -> tuple[dict[str, list[str | None]], list[str]]:
     """Return the user's files on this disk, or raise an error if one of them does not exist.
 
     Returns:
@@ -140,7 +140,10 @@ def stored_signature(path: str, store: Any, results: Path) -> str:
 
 
 def refuse_future(files: Iterable[str]) -> None:
-    """Raise an error for files with times in the future. Snakemake would delete their results."""
+    """Raise an error if a file's modification time is in the future.
+
+    Snakemake would treat the results that are computed from this file as outdated, and delete them.
+    """
     now = time.time()
     ahead = {file: Path(file).stat().st_mtime - now for file in files if Path(file).exists()}
     late = [file for file, seconds in ahead.items() if seconds > _SKEW_SECONDS]
@@ -201,9 +204,12 @@ def _facts(
     checkpoints: Mapping[str, list[str | None]],
     digests: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return the study's sizes. Splits and checkpoints that are in the ``record`` are not read."""
+    """Return the result of ``preflight_study``, such as the number of samples in each split.
+
+    Splits and checkpoints are read only if they changed since ``record`` was written.
+    """
     request, known = _request(specs), read_record(record)
-    common = [specs.made_of, stage_digest(_STAGE), request]
+    common = [specs.study_and_output_digest, stage_digest(_STAGE), request]
     inputs = {s: [specs.experiments.get(s), specs.targets_digest(s)] for s in specs.shards}
     inputs |= {f"checkpoint {path}": [parts, digests[path]] for path, parts in checkpoints.items()}
     keys = {name: content_digest(name, common, values) for name, values in inputs.items()}
@@ -232,7 +238,7 @@ def _facts(
 
 
 def _is_large(checkpoint: Path) -> bool:
-    """Return whether a checkpoint's model may be large, which is assumed for all adapters."""
+    """Return whether a checkpoint's model may be large. For adapters, the answer is always yes."""
     if not checkpoint.is_dir():
         return checkpoint.stat().st_size >= LARGE_BYTES
     files = [path for path in checkpoint.iterdir() if path.is_file()]
