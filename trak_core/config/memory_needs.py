@@ -45,7 +45,7 @@ class Need:
             )
 
     def rows(self, memory_mb: int) -> int:
-        """Return the rows in a block, so that ``fixed_bytes`` and two blocks fit in memory."""
+        """Return how many rows a block can have if ``fixed_bytes`` and two blocks must fit."""
         self.check(memory_mb)
         return _whole_chunks((memory_mb * 2**20 - self.fixed_bytes) // 2 // self.row_bytes)
 

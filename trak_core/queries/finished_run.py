@@ -11,7 +11,7 @@ from trak_core.config.read_config import recorded_config
 from trak_core.config.specs_from_config import Specs
 from trak_core.errors import InputError
 
-# How error messages name the keys of a file's settings.
+# What error messages call the keys of a file's settings.
 _NAMES = {
     "dtype": "features_dtype",
     "parameter_patterns": "parameters",
@@ -26,7 +26,11 @@ _SCORING_KEYS = ("damping", "combine", "loss_weight_power")
 
 @dataclass(frozen=True, slots=True)
 class FinishedRun:
-    """A finished run: its settings, its results, and the folder to which paths are relative."""
+    """A finished run.
+
+    ``specs`` contains its settings, and ``results`` is its results folder. Paths in the config are
+    relative to ``folder``.
+    """
 
     specs: Specs
     results: Path
@@ -73,7 +77,7 @@ class FinishedRun:
         return [self.checkpoint(name), *(self.results / path for path in made)]
 
     def check_scores(self) -> None:
-        """Raise an error if the scores of an experiment have other settings than the config."""
+        """Raise an error if an experiment's scores were computed with other settings than now."""
         for name in self.specs.experiments:
             path = self.results / "scores" / f"{name}.h5"
             if path.exists():
