@@ -32,7 +32,7 @@ from trak_core.stages._shared import open_made_for, positions
 from trak_core.study.read_targets import split_of
 from trak_core.study.study import Study
 
-# The number of targets, and the number of scores of each sign to split for each target.
+# The number of targets, and for each target the number of positive and of negative scores to split.
 _TARGETS, _EACH = 100, 10
 
 
@@ -105,8 +105,7 @@ def compute_token_scores(
         splits = study.split(TRAIN, None).take(train_ids), targets
         pairs = np.column_stack([rows, columns])
         compute = Compute(where, batch_size, memory_mb, threads)
-        given = loaded, own, damped, splits, (phi, target_phi), pairs, compute
-        cuts.append(cut_pairs(*given))
+        cuts.append(cut_pairs(loaded, own, damped, splits, (phi, target_phi), pairs, compute))
     weights = checkpoint_weights(np.stack(loss_weights), np.array(norms), spec)
     tokens, layers = token_tables(top, cuts, weights[:, rows])
     _print_accuracy(top, tokens, layers)
@@ -125,10 +124,7 @@ def _read_rows(features: Artifact, rows: Sequence[int]) -> np.ndarray:
 
 
 def _print_accuracy(top: pd.DataFrame, tokens: pd.DataFrame, layers: pd.DataFrame) -> None:
-    """Print the largest difference between a score and the sum of its contributions.
-
-    The contributions are those of tokens, or those of layers.
-    """
+    """Print the largest difference between a score and the sum over its tokens or its layers."""
     pair = ["target_id", "train_id"]
     scores = top.set_index(pair)["score"]
     sums = tokens.pivot_table("score", pair, "side", "sum")

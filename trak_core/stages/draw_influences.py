@@ -108,8 +108,8 @@ def draw_influences(
         with open_artifact(path, TOKEN_SCORES) as file:
             check_same("scores", experiment.content_hash, file.spec["scores"], file)
             tokens = file.table("tokens")
-    given = experiment, study, train, targets
-    explored = explore(*given, token_scores=tokens, self_influence=influence)
+    samples = train, targets
+    explored = explore(experiment, study, *samples, token_scores=tokens, self_influence=influence)
     with atomic_write(answer) as partial:
         partial.write_text(answer_page(explored, study.name), encoding="utf-8")
     _write_texts(texts, study, explored, targets, train, code)

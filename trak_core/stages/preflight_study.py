@@ -59,10 +59,10 @@ class StudyModel:
     """A study's model on the CPU, from which names, shapes and the number of classes are read.
 
     With ``without_numbers``, the model is built in torch's ``FakeTensorMode``. Fake tensors have
-    shapes and dtypes but no storage, so even a large model takes little time and memory. They do
-    not support everything, such as ``model.bfloat16()``, PEFT, or a forward pass that branches on
-    values. If a call fails with fake tensors, it is repeated with the real model. Therefore, every
-    error is from the real model.
+    shapes and dtypes but no storage, so even a large model takes little time and memory. Some
+    models do not work with fake tensors, for example because of ``model.bfloat16()``, PEFT, or a
+    forward pass that branches on values. A call that fails with fake tensors is repeated with the
+    real model, so every error is from the real model.
     """
 
     def __init__(self, study: Study, model_output: str, *, without_numbers: bool) -> None:
@@ -111,15 +111,15 @@ class _Copy:
 
 
 @contextmanager
-def _copied(told: dict[str, str], part: str) -> Generator[None, None, None]:
-    """Send printed text to standard error, and store a copy as ``told[part]``.
+def _copied(copies: dict[str, str], split: str) -> Generator[None, None, None]:
+    """Send printed text to standard error, and store a copy as ``copies[split]``.
 
-    Later runs that do not read the study again print the copy.
+    Later runs that do not read the split again print the copy.
     """
     copy = _Copy(sys.stderr)
     with redirect_stdout(cast(Any, copy)), redirect_stderr(cast(Any, copy)):
         yield
-    told[part] = copy.text
+    copies[split] = copy.text
 
 
 def _check_labels(
@@ -161,7 +161,7 @@ def _check_labels(
 def _check_known_groups(
     group_by: Sequence[str], name: str, output: ModelOutput, labels: Sequence[int | float]
 ) -> None:
-    """Raise an error if ``group_by`` has ``label`` or ``prediction``, but these are not classes."""
+    """Raise an error if ``group_by`` has ``label`` or ``prediction`` and these are not classes."""
     if "label" in group_by:
         Grouping.of("label", labels)
     is_number = name in TABLE and not TABLE[name].labels_are_classes
@@ -233,10 +233,10 @@ def _check_checkpoints(
     """
     problems, renamed = dict[str, str](), list[str]()
     notices = defaultdict[str, list[str]](list)
-    for checkpoint, parts in checkpoints.items():
-        for part in parts:
+    for checkpoint, keys in checkpoints.items():
+        for key in keys:
             try:
-                is_renamed, notice = check_checkpoint(model, Path(checkpoint), part)
+                is_renamed, notice = check_checkpoint(model, Path(checkpoint), key)
             except InputError as error:
                 problems[checkpoint] = str(error)
                 continue
@@ -257,12 +257,12 @@ def _check_checkpoints(
 
 def _ready_made(study: Study) -> ReadyStudy | None:
     """Return the ``ReadyStudy`` object of a ready-made study, or None for a user's own study."""
-    parts = getattr(study.module, "study", None)
-    return parts if isinstance(parts, ReadyStudy) else None
+    ready = getattr(study.module, "study", None)
+    return ready if isinstance(ready, ReadyStudy) else None
 
 
 def _with_advice(error: InputError, study: Study) -> str:
-    """Return an error's message. For a ready-made study, name the argument to change."""
+    """Return the message of an error. For a ready-made study, it names the argument to change."""
     message, ready = str(error), _ready_made(study)
     if ready:
         for advice in (CHANGE_SAMPLES, ONE_SHAPE):
