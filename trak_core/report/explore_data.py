@@ -32,8 +32,8 @@ from trak_core.study.study import Study
 # For each target, the page shows at most EACH_ON_PAGE training samples with a positive score and as
 # many with a negative score. It shows _FIRST targets until the user clicks its button.
 EACH_ON_PAGE, _FIRST = 10, 20
-# The largest size in bytes of a page, of the ids, scores and columns in its data, and of its markup,
-# style and script.
+# The largest size in bytes of a page, of its ids, scores and columns, and of its markup, style and
+# script.
 _PAGE, _ROWS, _MARKUP = 5_000_000, 2_500_000, 100_000
 # The largest number of characters of a sample's text. If the page would be too large, texts are
 # shortened to SHORTENED characters.
@@ -105,7 +105,7 @@ class Answer:
 
     @property
     def n_left_out(self) -> tuple[int, int]:
-        """The numbers of targets that the page leaves out, and of samples without their contents."""
+        """The number of targets left out, and of samples shown without their picture or text."""
         without = sum(sample["sample"] is None for sample in (*self.targets, *self.train))
         return len(self.experiment.tables["targets"]) - len(self.targets), without
 
