@@ -25,11 +25,9 @@ def _refuse(code: str, setting: str, rules: Iterable[tuple[bool, str, Any]], rem
 
 def check_relations(config: Mapping[str, Any]) -> None:
     """Raise an error if keys of a config are not compatible with each other."""
-    check_exact(config)
-    check_preconditioner(config)
-    check_label_draws(config)
-    check_experiments(config)
-    check_lists(config)
+    checks = check_exact, check_preconditioner, check_label_draws, check_experiments, check_lists
+    for check in checks:
+        check(config)
     if "evaluation" in config:
         check_removals(config)
         check_evaluation(config)
@@ -175,8 +173,7 @@ def check_lists(config: Mapping[str, Any]) -> None:
         )
     if pool and POOL in experiments:
         raise InputError(
-            f"With lists.select.pool, no experiment may be called {POOL}. Found an experiment "
-            f"{POOL}. Rename this experiment.",
+            f"With lists.select.pool, no experiment may be named {POOL}. Found {POOL}. Rename it.",
             code="config.pool_name",
         )
 

@@ -212,10 +212,6 @@ class Specs:
         """Return the settings of one checkpoint's normal matrix."""
         return self.self_influence.under(checkpoint).of_normal_matrix()
 
-    def checkpoint_scores(self, experiment: str, checkpoint: str) -> ScoresSpec:
-        """Return the settings of an experiment's scores from one checkpoint."""
-        return self.scores(experiment).under(checkpoint)
-
     def scores(self, experiment: str) -> ScoresSpec:
         """Return the settings of an experiment's scores from all checkpoints."""
         digest = self.targets_digest(experiment)

@@ -73,13 +73,11 @@ class Setting:
         return self.loss_weight_power, self.combine
 
 
-def settings_of(sweep: Mapping[str, Sequence[Any]] | None, configured: Setting) -> list[Setting]:
-    """Return all combinations of the values in a sweep, sorted, or [] without a sweep.
+def settings_of(sweep: Mapping[str, Sequence[Any]], configured: Setting) -> list[Setting]:
+    """Return all combinations of the values in a sweep, sorted.
 
     The values in the config, ``configured``, and all values of ``combine`` are added to the sweep.
     """
-    if sweep is None:
-        return []
     values = {**sweep, "combine": Combine}
     names = [field.name for field in fields(Setting)]
     columns = [sorted({*values[name], getattr(configured, name)}) for name in names]

@@ -177,7 +177,7 @@ def evaluate_scores(
     projection = spec.features.projection
     proj_dim = projection.get("proj_dim", 0)
     configured = Setting(spec.damping, spec.loss_weight_power, Combine(spec.combine), proj_dim)
-    settings = settings_of(sweep, configured)
+    settings = [] if sweep is None else settings_of(sweep, configured)
     with ExitStack() as stack:
         parts = open_checkpoint_scores(stack, checkpoint_scores, spec)
         final = stack.enter_context(open_made_for(scores, SCORES, spec))

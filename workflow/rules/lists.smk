@@ -89,7 +89,7 @@ if "duplicates" in specs.lists:
         params:
             code=code_of("find_duplicates"),
             study_file=naming_study,
-            spec=specs.checkpoint_scores(compared_with, compared).as_dict(),
+            spec=specs.scores(compared_with).under(compared).as_dict(),
         message:
             "Looking for duplicates among all samples: {output.listed}"
 

@@ -46,7 +46,7 @@ checkpoint_signature = lambda w: checkpoint_files[w.checkpoint][1]
 features_spec = lambda w: specs.features(w.checkpoint, w.split).as_dict()
 scores_spec = lambda w: specs.scores(w.experiment).as_dict()
 checkpoint_scores_spec = lambda w: (
-    specs.checkpoint_scores(w.experiment, w.checkpoint).as_dict()
+    specs.scores(w.experiment).under(w.checkpoint).as_dict()
 )
 split_targets = lambda w: specs.experiments.get(w.split)
 split_question = lambda w: specs.questions.get(w.split)
