@@ -209,10 +209,7 @@ def _checked_time(at: Any, name: str) -> float:
 def _trained(
     name: str, value: Any, training: Mapping[str, Any]
 ) -> Iterator[tuple[str, Checkpoint]]:
-    """Yield the id and the checkpoint for each time ``at`` at which a run saves a checkpoint.
-
-    Without ``at``, yield only the checkpoint at the end of the run.
-    """
+    """Yield the id and the checkpoint for each time ``at``, or for the run's end without ``at``."""
     if not isinstance(value, Mapping):
         raise InputError(
             "In a config with `training`, a checkpoint must be a mapping of training arguments. "

@@ -319,10 +319,7 @@ def check_paths(config: Mapping[str, Any], others: Iterable[str]) -> None:
 
 
 def check_config_entries(entries: Iterable[str]) -> None:
-    """Raise an error if a value of ``--config`` has a character that a cluster's shell interprets.
-
-    ``entries`` are the ``key=value`` words after ``--config``.
-    """
+    """Raise an error if a ``key=value`` of ``--config`` has a character that shells interpret."""
     for entry in entries:
         if sign := next((s for s in entry if s in "'\\\n\r"), None):
             raise InputError(

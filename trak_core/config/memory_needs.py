@@ -60,14 +60,9 @@ def weights_mb(
 ) -> int:
     """Return the MiB that a job requests for a model's weights, or 0 for a small model.
 
-    Reading weights needs a second copy in memory, unless they are in safetensors. Adam's state adds
-    two tensors for each parameter.
-
-    Args:
-        model_bytes: The size of the weights.
-        checkpoint: The checkpoint's path, or None if the pipeline trains the checkpoint.
-        reads_optimizer: Whether the job reads Adam's state.
-        is_renamed: Whether transformers renames the weights when it reads them.
+    Reading weights needs a second copy in memory, unless they are in safetensors. Adam's state, if
+    the job reads it, adds two tensors for each parameter. ``checkpoint`` is a path, or None if the
+    pipeline trains the checkpoint. ``is_renamed``: whether transformers renames the weights.
     """
     if model_bytes < LARGE_BYTES:
         return 0

@@ -140,10 +140,7 @@ def stored_signature(path: str, store: Any, results: Path) -> str:
 
 
 def refuse_future(files: Iterable[str]) -> None:
-    """Raise an error if a file's modification time is in the future.
-
-    Snakemake would treat the results that are computed from this file as outdated, and delete them.
-    """
+    """Raise an error for files with future times. Snakemake would delete results made from them."""
     now = time.time()
     ahead = {file: Path(file).stat().st_mtime - now for file in files if Path(file).exists()}
     late = [file for file, seconds in ahead.items() if seconds > _SKEW_SECONDS]

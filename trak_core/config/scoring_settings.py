@@ -26,14 +26,9 @@ def usual_power(combine: str, model_output: str | Mapping[str, str]) -> float:
 
 
 def fill_in_scoring(config: dict[str, Any], *, along: bool) -> str:
-    """Set the scoring settings that a config lacks.
+    """Return a text that lists missing scoring settings with reasons, after adding their defaults.
 
-    Args:
-        config: The config to change.
-        along: Whether the checkpoints were saved at several times during training.
-
-    Returns:
-        A text that lists the settings that were set, with reasons.
+    ``along`` is whether the checkpoints were saved at several times during training.
     """
     scoring, model_output = config["scoring"], config["model_output"]
     reasons = []

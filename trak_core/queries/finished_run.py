@@ -26,11 +26,7 @@ _SCORING_KEYS = ("damping", "combine", "loss_weight_power")
 
 @dataclass(frozen=True, slots=True)
 class FinishedRun:
-    """A finished run.
-
-    ``specs`` contains its settings, and ``results`` is its results folder. Paths in the config are
-    relative to ``folder``.
-    """
+    """A finished run: settings, results folder, and the folder to which its paths are relative."""
 
     specs: Specs
     results: Path
