@@ -19,18 +19,16 @@ REPOSITORY = Path(__file__).parents[2]
 PARAMS = {
     "arguments": "the arguments of `train()`",
     "baselines": "`evaluation.baselines`",
-    "checkpoints": "the last checkpoint of each run",
     "columns": "the names of labels and predictions",
     "config": "any key of the config except `answers` and `compute`",
     "defaults": "the keys that the config leaves out of `scoring`",
     "digest": "the study: its file, the modules that it imports, and `data_files`",
     "experiment": "`lists.{list}.experiment`",
-    "embeddings_spec": "what decides the embeddings",
+    "embeddings_spec": "the settings that determine the embeddings",
     "fraction": "`lists.select.fraction`",
     "group_by": "`groups`",
-    "groups": "the targets that share a job",
     "keep": "`scoring.keep`",
-    "naming": "what selects samples: targets and scores, or `evaluation.removals.{list}.fractions`",
+    "naming": "the samples to remove: targets, scores, or `evaluation.removals.{list}.fractions`",
     "output_words": "the texts of a `model_output` of your own",
     "pool": "`lists.select.pool`",
     "question": "the experiment's own `data`",
@@ -101,7 +99,7 @@ def rule_sections() -> str:
         summary = (stage_of(rule["stage"]).__doc__ or "").partition("\n\n")[0]
         reads = [f"[`{other}`](#{other})" for other in rule["reads"]]
         again = [PARAMS[param] for param in rule["params"] if param != "code"]
-        again += ["what it reads", "`trak_core` itself"]
+        again += ["the files that it reads", "the code of `trak_core`"]
         lines = [
             f"## `{name}`\n\n{' '.join(summary.split())}\n",
             f"- writes {', '.join(f'`{_pattern(path)}`' for path in rule['writes'])}",

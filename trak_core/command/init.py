@@ -39,7 +39,7 @@ _EXPLAINED = re.compile(
 )
 _CODE = re.compile(r"0[0-9]+")  # A number with leading zeros is an id or a code.
 _LABELS = ("label", "labels", "target", "class", "outcome", "y")
-# Names of a column in which pandas wrote row numbers.
+# The names of a column with row numbers, which pandas wrote.
 _ROW_NUMBERS = ("", "Unnamed: 0")
 # Names of the fields for a prompt and its completion, in rows without a field `text`.
 _PAIRS = (

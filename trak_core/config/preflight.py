@@ -32,7 +32,8 @@ _STAGE = "trak_core.stages.preflight_study"
 _SCRIPT = Path(__file__).parents[1] / "stages/preflight_study.py"
 # The largest difference that is tolerated between the clocks of this machine and a file server.
 _SKEW_SECONDS = 2
-# All files that `bring_along` has returned. A workflow with several modules calls it several times.
+# All files that `bring_along` has returned. Snakemake treats them as config files, but they are not
+# configs.
 brought_along = list[str]()
 _MAX_SOURCE_BYTES = 10_000_000  # Snakemake does not send larger files, and only prints a warning.
 
@@ -89,7 +90,7 @@ def _user_files(specs: Specs, is_stored: bool) -> tuple[dict[str, list[str | Non
         if folders := [c.path for c in specs.checkpoints.values() if c.is_listed]:
             raise InputError(
                 "In remote storage, each checkpoint must have its own entry in `checkpoints`. "
-                f"Found the folder of several checkpoints, such as {folders[0]}.",
+                f"Found a folder with several checkpoints, such as {folders[0]}.",
                 code="config.stored",
             )
         return {}, []
@@ -134,7 +135,7 @@ def stored_signature(path: str, store: Any, results: Path) -> str:
         return path_digests([str(local_path)], results / _DIGESTS)[str(local_path)]
     if not store.exists():
         raise InputError(
-            f"{path} must be in its storage. Found nothing at {store.query}.", code="config.stored"
+            f"{path}: the file must exist. Found nothing at {store.query}.", code="config.stored"
         )
     return f"{store.size()} {store.mtime()}"
 
@@ -188,7 +189,7 @@ def _request(specs: Specs) -> dict[str, Any]:
         "weighting": config["scoring"]["weighting"],
         "parameter_patterns": specs.all_features.parameter_patterns,
         "training": {r: specs.training_arguments(r) for r in specs.runs} if is_trained else None,
-        "leaves_several": is_trained and any(specs.times(run) for run in specs.runs),
+        "saves_several": is_trained and any(specs.times(run) for run in specs.runs),
         "retraining": specs.training if retrains else None,
         "describes": specs.measures("bm25"),
         "group_by": config.get("groups", []),

@@ -178,7 +178,7 @@ class Specs:
 
     @property
     def trained_together(self) -> list[tuple[list[str], list[str]]]:
-        """Pairs (suffixes, runs) of runs whose checkpoint ids are the run's name and a suffix."""
+        """Groups of runs that save checkpoints at the same times: pairs (suffixes of ids, runs)."""
         groups: dict[tuple[str, ...], list[str]] = {}
         for run, ids in self.runs.items():
             groups.setdefault(tuple(name.removeprefix(run) for name in ids), []).append(run)
@@ -258,7 +258,7 @@ class Specs:
 
     @property
     def removal_jobs(self) -> dict[str, list[dict[str, Any]]]:
-        """The argument ``naming`` of each retraining job, by the method that chooses samples."""
+        """The settings of each retraining job, by the method that chooses the samples to remove."""
         jobs: dict[str, list[dict[str, Any]]] = {}
         for about in self.removals.values():
             if by := about.get("list"):

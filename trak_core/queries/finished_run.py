@@ -84,7 +84,7 @@ class FinishedRun:
                     self.refuse_changed(path, differ)
 
     def refuse_changed(self, path: Path, keys: Sequence[str]) -> NoReturn:
-        """Raise an error for a file whose settings ``keys`` differ from those of the config."""
+        """Raise an error for a file whose settings ``keys`` differ from the config."""
         names = ", ".join(_NAMES.get(key, key) for key in keys)
         raise InputError(
             f"{self.results}: the run must have used the current config, study, data and "

@@ -99,7 +99,7 @@ class OpenRun(FittedAttributor):
     def ask(self, asked: Any, k: int = 10, *, tokens: bool = False) -> Answer:
         """Return the training samples that pushed a sample's model output up and down most.
 
-        The scores equal those of an experiment with this sample as a target. No file is written.
+        An experiment with this sample as a target has the same scores. No file is written.
 
         Args:
             asked: A sample as the study returns it, such as a tuple. It can also be an input of the

@@ -93,8 +93,8 @@ class Answer:
     def tokens_of(self, train_id: int | str | None = None) -> pd.DataFrame:
         """Return a table with the ``text`` and ``score`` of each token of a training sample.
 
-        If ``train_id`` is None, the tokens are those of the asked sample, with the sums of their
-        scores over the training samples in ``top``. If ``tokens`` is None, the table is empty.
+        If ``train_id`` is None, the table contains the tokens of the asked sample, with the sums of
+        their scores over the training samples in ``top``. If ``tokens`` is None, it is empty.
         """
         if self.tokens is None:
             return pd.DataFrame({"text": [], "score": []})

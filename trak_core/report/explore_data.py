@@ -365,7 +365,7 @@ def _fill(
 def _mark_equal(
     targets: Sequence[dict[str, Any]], train: Sequence[dict[str, Any]], about: About
 ) -> None:
-    """Mark training samples whose contents equal those of the target, or of another sample.
+    """Mark training samples whose contents equal the target or another training sample.
 
     Labels may differ. Only samples that the page shows for the same target are compared.
     """

@@ -223,7 +223,7 @@ def config_text(config: Mapping[str, Any]) -> str:
 
 
 def _made(provenance: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the provenance of a file, followed by that of all files it was computed from."""
+    """Return the provenance of a file and of the files from which it was computed, in a list."""
     return [provenance, *(m for part in provenance.get("made_from", ()) for m in _made(part))]
 
 

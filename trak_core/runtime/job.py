@@ -52,10 +52,7 @@ def release_freed_memory() -> None:
 
 
 def export_library_path() -> None:
-    """Make new processes import this copy of trak_core. An installed copy needs no change.
-
-    The folder of the copy becomes the first in the environment variable PYTHONPATH.
-    """
+    """Make new processes import this copy of trak_core, even if another copy is installed."""
     library = str(Path(__file__).parents[2])
     others = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
     if library not in sysconfig.get_paths().values() and others[:1] != [library]:
@@ -192,7 +189,7 @@ def _write_error(message: str, terminal: int) -> None:
 
 @contextmanager
 def logged_to(path: str) -> Generator[None, None, None]:
-    """Redirect standard output and error, including those of C libraries, to a job's log file.
+    """Redirect standard output and error, including the output of C libraries, to a job's log file.
 
     On SIGTERM or Ctrl-C, the job ends, its unfinished files are deleted, and a message is written
     to the log.
@@ -279,7 +276,7 @@ def run_script(job: Any) -> None:
 
 
 def run(job: Any) -> None:
-    """Call the stage of a job with those of the job's values that are parameters of the stage."""
+    """Call the stage of a job with the values of the job that are parameters of the stage."""
     specified = {**dict(job.params.items()), **dict(job.input.items()), **dict(job.output.items())}
     values = {"threads": job.threads, **dict(job.wildcards.items()), **dict(job.resources.items())}
     # An input file can have the same name as a wildcard. Files and params take precedence.

@@ -55,11 +55,12 @@ def compute_token_scores(
 ) -> None:
     """Split the largest scores into contributions of the tokens in both texts, and of the layers.
 
-    The score from one checkpoint is the inner product of the training sample's gradient and of the
-    solved target, projected back to the parameters. The gradient is a sum over the positions in the
-    text. The score of a token is the inner product with the term of its position. The score of a
-    layer is the inner product over only the layer's parameters. The target's tokens are scored in
-    the same way, with the training sample's features projected back.
+    The score from one checkpoint is the inner product of the training sample's gradient and a
+    vector, which is the target's features times the inverse normal matrix, projected back to the
+    parameters. The gradient is a sum over the positions in the text. The score of a token is the
+    inner product with the term of its position. The score of a layer is the inner product over only
+    the layer's parameters. The target's tokens are scored in the same way, with the training
+    sample's features projected back.
 
     For each of the first 100 targets, the ten largest scores of each sign are split. Targets whose
     scores are all 0 are skipped. ``checkpoints``, ``train_paths``, ``targets_paths`` and

@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -188,11 +187,11 @@ def _check_arguments(study: Study, arguments: Mapping[str, Any], requirement: st
 
 
 def _check_training(
-    study: Study, training: Mapping[str, Mapping[str, Any]], *, leaves_several: bool
+    study: Study, training: Mapping[str, Mapping[str, Any]], *, saves_several: bool
 ) -> None:
     """Raise an error if the study's ``train`` does not accept the arguments of every run.
 
-    If a run ``leaves_several`` checkpoints, ``train`` must be a generator.
+    If a run saves several checkpoints (``saves_several``), ``train`` must be a generator.
     """
     train = study.function("train")
     if "at" in inspect.signature(train).parameters:
@@ -205,7 +204,7 @@ def _check_training(
     for run, arguments in training.items():
         requirement = f"train() must accept the arguments of checkpoint {run} and of `training`"
         _check_arguments(study, dict(arguments), requirement)
-    if leaves_several and not inspect.isgeneratorfunction(inspect.unwrap(train)):
+    if saves_several and not inspect.isgeneratorfunction(inspect.unwrap(train)):
         raise InputError(
             f"{study.path}: for several checkpoints of one run (`at`), train() must yield (time, "
             "model) at every time under `at`. Found no `yield` in train(). Write `yield epoch, "
@@ -227,7 +226,7 @@ def _check_retraining(study: Study, arguments: Mapping[str, Any]) -> None:
 def _check_checkpoints(
     study: Study, model: nn.Module, checkpoints: Mapping[str, Sequence[str | None]]
 ) -> list[str]:
-    """Return the checkpoints whose keys transformers must rename, after checking all of them.
+    """Return the checkpoints whose weights transformers must rename, after checking all of them.
 
     Raise one error for all checkpoints that do not fit the model.
     """
@@ -281,13 +280,13 @@ def preflight_study(
     weighting: str,
     parameter_patterns: Sequence[str] | None,
     training: dict[str, dict[str, Any]] | None,
-    leaves_several: bool = False,
+    saves_several: bool = False,
     splits: dict[str, list[int | str] | None],
-    questions: Mapping[str, str] = MappingProxyType({}),
-    conditions: Mapping[str, str] = MappingProxyType({}),
+    questions: Mapping[str, str] = {},
+    conditions: Mapping[str, str] = {},
     retraining: dict[str, Any] | None = None,
     describes: bool = False,
-    checkpoints: Mapping[str, Sequence[str | None]] = MappingProxyType({}),
+    checkpoints: Mapping[str, Sequence[str | None]] = {},
     without_numbers: bool = False,
     group_by: Sequence[str] = (),
 ) -> dict[str, Any]:
@@ -301,7 +300,7 @@ def preflight_study(
         weighting: The config's ``scoring.weighting``.
         parameter_patterns: Patterns for names of the parameters to use; None for all.
         training: Arguments of the study's ``train`` for each run; None if nothing is trained.
-        leaves_several: Whether a run saves checkpoints at several times.
+        saves_several: Whether a run saves checkpoints at several times.
         splits: For each split or experiment, the ids of the samples to read; None for all samples.
         questions: The file of an experiment's targets, by experiment, if there is such a file.
         conditions: The ``where`` condition of an experiment, by experiment, if there is one.
@@ -315,12 +314,12 @@ def preflight_study(
     Returns:
         A mapping with these keys: ``n_params``; ``model_bytes``, the size of all parameters and
         buffers; ``n_samples`` of each split; ``told``, the text that was printed about each split;
-        ``renamed``, the checkpoints whose keys transformers must rename.
+        ``renamed``, the checkpoints whose weights transformers must rename.
     """
     study = Study.load(study_file)
     study.class_names()
     if training is not None:
-        _check_training(study, training, leaves_several=leaves_several)
+        _check_training(study, training, saves_several=saves_several)
     if retraining is not None:
         _check_retraining(study, retraining)
     if describes and not study.has("describe"):
