@@ -202,8 +202,8 @@ class _Session:
         before = self._places.setdefault(str(asked.id), place)
         if before is not place:
             raise InputError(
-                f"Ids of targets and lines must be unique. Found {asked.id}, which is the id of "
-                f"{before}, too. The id of a line is its field id, or else its number from 0.",
+                f"Ids of targets and lines must be unique. Found {asked.id} again, which is the id of "
+                f"{before}. The id of a line is its field `id`, or else its number from 0.",
                 code="command.id_again",
             )
 
@@ -232,7 +232,7 @@ class _Session:
 
 
 def _check_outputs(run: "FinishedRun", asked: argparse.Namespace, outputs: list[Path]) -> None:
-    """Raise an error if an output file is the other one, or would replace a file of the run."""
+    """Raise an error if the outputs are one file, or if one would replace a file of the run."""
     from trak_core.runtime.files import matches
 
     used_files = [Path(asked.config), *filter(None, (asked.file,)), run.results]

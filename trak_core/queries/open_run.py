@@ -250,7 +250,7 @@ class OpenRun(FittedAttributor):
         return answers
 
     def _tokens(self, group: Sequence[Asked], scores: Scores, k: int) -> pd.DataFrame | None:
-        """Return scores by token with the tokens' texts. If they fail, print a notice instead."""
+        """Return scores by token with the tokens' texts. If this fails, notify and return None."""
         asked_by_id = dict(zip(scores.targets.index, group, strict=True))
         try:
             table, _ = self.tokens(scores, k)

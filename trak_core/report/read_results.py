@@ -53,7 +53,7 @@ class File:
     attributes: Mapping[str, Any] = field(default_factory=dict)
 
     def row(self, table: str, **values: Any) -> Any:
-        """Return a table's first row with these values in its columns, or None."""
+        """Return the first row of ``table`` that has these values in its columns, or None."""
         return next(iter(rows_with(self.tables[table], **values)), None)
 
     def strongest(self, target: Any, sign: int) -> list[Any]:
