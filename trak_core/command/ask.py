@@ -202,8 +202,8 @@ class _Session:
         before = self._places.setdefault(str(asked.id), place)
         if before is not place:
             raise InputError(
-                f"Ids of targets and lines must be unique. Found {asked.id} again, which is the id of "
-                f"{before}. The id of a line is its field `id`, or else its number from 0.",
+                f"Ids of targets and lines must be unique. Found {asked.id} again, which is the id "
+                f"of {before}. The id of a line is its field `id`, or else its number from 0.",
                 code="command.id_again",
             )
 

@@ -285,7 +285,7 @@ def side_by_side(experiments: Sequence[File]) -> list[dict[str, Any]]:
 
 
 def read_matrix(path: Path, results: Path) -> File:
-    """Return the smallest and the largest eigenvalue of a normal matrix, in the form of a file.
+    """Return a ``File`` with the smallest and the largest eigenvalue of a normal matrix.
 
     Eigenvalues that are negative because of rounding are replaced by 0.
     """
