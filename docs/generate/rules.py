@@ -29,12 +29,12 @@ PARAMS = {
     "group_by": "`groups`",
     "keep": "`scoring.keep`",
     "naming": "the samples to remove: targets, scores, or `evaluation.removals.{list}.fractions`",
-    "output_words": "the texts of a `model_output` of your own",
+    "output_words": "the descriptions of your own `model_output`",
     "pool": "`lists.select.pool`",
-    "question": "the experiment's own `data`",
+    "question": "the experiment's `data`",
     "retrained_spec": "`evaluation.subsets`",
-    "signature": "a file of your own: its content, or its size and time in a store",
-    "spec": "the settings that determine its numbers (the file's attribute `spec`)",
+    "signature": "the content of your own file, or its size and time in a store",
+    "spec": "the settings that determine the numbers, which the file has as attribute `spec`",
     "study_file": "the path of the study",
     "sweep": "`evaluation.sweep`",
     "targets": "the experiment's `targets`",
@@ -105,7 +105,7 @@ def rule_sections() -> str:
             f"- writes {', '.join(f'`{_pattern(path)}`' for path in rule['writes'])}",
             f"- reads files of {', '.join(reads)}" if reads else "- reads no other rule's files",
             f"- stage: `{rule['stage']}` of `{stage_module(rule['stage'])}`",
-            f"- runs again with a change of {'; '.join(again)}",
+            f"- runs again if one of these changes: {'; '.join(again)}",
         ]
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
