@@ -76,7 +76,7 @@ def token_levels(scores: np.ndarray) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class PageContents:
     """The contents of an experiment's page.
 
     Attributes:
@@ -259,7 +259,7 @@ def explore(
     *,
     token_scores: pd.DataFrame | None = None,
     self_influence: pd.Series | None = None,
-) -> Answer:
+) -> PageContents:
     """Return the contents of an experiment's page, limited to about 5 MB.
 
     Targets are added in order until their ids, scores and columns take half of the page. Then
@@ -304,7 +304,7 @@ def explore(
     for entry in (*target_entries, *train_entries):
         del entry["key"]
         entry.pop("digest", None)
-    return Answer(experiment, target_entries, train_entries, columns, drawn, described)
+    return PageContents(experiment, target_entries, train_entries, columns, drawn, described)
 
 
 def _without_repeated(experiment: File, show: Show) -> File:

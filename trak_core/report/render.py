@@ -21,7 +21,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from trak_core.config.cross_checks import lists_of
 from trak_core.lists.lists import ENOUGH_TARGETS
 from trak_core.report import charts, template_filters
-from trak_core.report.explore_data import EACH_ON_PAGE, Answer
+from trak_core.report.explore_data import EACH_ON_PAGE, PageContents
 from trak_core.report.read_results import (
     NEAR_ZERO,
     File,
@@ -274,7 +274,7 @@ def rendered(template: str, **shown: Any) -> str:
     return _environment().get_template(f"{template}.html.j2").render(shown)
 
 
-def answer(shown: Answer, study: str, each: int = EACH_ON_PAGE) -> str:
+def experiment_page(shown: PageContents, study: str, each: int = EACH_ON_PAGE) -> str:
     """Return the HTML page of an experiment: its targets and their strongest training samples.
 
     For each target, at most ``each`` training samples with a positive score and ``each`` with a
