@@ -53,7 +53,7 @@ with explained():
         if not stored:
             for warning in differences_of_copy(config, results):
                 logger.warning(warning)
-            # An existing record is replaced by `onstart`, or here for a module, which has none.
+            # `onstart` replaces an existing record. A module has no `onstart`, so replace it here.
             read_config.record_config(config, results, replaces=is_module)
         if SharedFSUsage.SOURCES not in workflow.storage_settings.shared_fs_usage:
             # Snakemake sends config files to jobs, but other files only if git tracks them.

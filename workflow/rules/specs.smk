@@ -112,7 +112,7 @@ def job_mb(wildcards, attempt):
 
 
 def model_job_mb(wildcards, attempt):
-    # A job for several checkpoints loads only one of them at a time.
+    # A job for several checkpoints loads one at a time, so it needs memory for the largest.
     name = getattr(wildcards, "checkpoint", None)
     weights = preflight.largest_weights_mb(specs, results, name)
     return job_mb(wildcards, attempt) + attempt * weights
