@@ -137,16 +137,14 @@ class Specs:
 
     def _read_experiments(self) -> None:
         experiments = self.config["experiments"]
-        self.conditions = {
-            n: about["where"] for n, about in experiments.items() if "where" in about
-        }
+        self.conditions = {n: e["where"] for n, e in experiments.items() if "where" in e}
         self.experiments = {
             name: target_ids(about["targets"]) if "targets" in about else None
             for name, about in experiments.items()
         }
         self.lists = lists_of(self.config)
         self.pool: str | None = self.lists.get("select", {}).get("pool")
-        self.questions = {n: about["data"] for n, about in experiments.items() if "data" in about}
+        self.questions = {n: e["data"] for n, e in experiments.items() if "data" in e}
         self.shards = {TRAIN: self.config["compute"]["shards"]}
         self.shards |= {name: about["shards"] for name, about in experiments.items()}
         if self.pool is not None:

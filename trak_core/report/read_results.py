@@ -160,9 +160,8 @@ def read_experiment(
     with open_artifact(path, SCORES) as file:
         targets, train = file.table("targets"), file.table("train")
         influences = file.table("top_influences")
-        is_own = (
-            about_output(file.spec["model_output"]).is_own and "model_output" in file.file.attrs
-        )
+        about = about_output(file.spec["model_output"])
+        is_own = about.is_own and "model_output" in file.file.attrs
         shown = targets.head(n_shown)
         is_kept = influences["target_id"].isin(shown["id"]) & (influences["rank"] <= each)
         is_beside = train["id"].isin(influences.loc[is_kept, "train_id"])

@@ -25,8 +25,6 @@ from typing import Any
 
 from trak_core.errors import InputError, StoppedError, caused_by_out_of_memory, disk_full_reason
 
-_HEAP_VARIABLES = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
-
 
 def _call_glibc(name: str, *arguments: int) -> None:
     """Call a function of the C library. If there is no such function, do nothing."""
@@ -40,7 +38,7 @@ def keep_freed_memory() -> None:
 
     Otherwise, the kernel would have to map and zero the same pages again for each batch.
     """
-    is_set = not _HEAP_VARIABLES.isdisjoint(os.environ)
+    is_set = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & os.environ.keys()
     if not is_set and "glibc.malloc" not in os.environ.get("GLIBC_TUNABLES", ""):
         _call_glibc("mallopt", -1, 2**28)  # M_TRIM_THRESHOLD
         _call_glibc("mallopt", -3, 2**25)  # M_MMAP_THRESHOLD, at most 32 MiB
