@@ -18,7 +18,7 @@ from trak_core.artifacts import SCORES, TOKEN_SCORES, ArtifactError, create, ope
 from trak_core.lists.lists import suspects
 from trak_core.report.explore_data import EACH_ON_PAGE, explore
 from trak_core.report.read_results import read_experiment
-from trak_core.report.render import answer as rendered_answer
+from trak_core.report.render import experiment_page
 from trak_core.report.template_filters import signed
 from trak_core.stages.draw_influences import draw_influences
 from trak_core.study.show_samples import contents_digest
@@ -135,7 +135,7 @@ def explored(results, study_file, size=1.0, model_output=None, **columns):
 def written(contents, folder):
     """Write a page, and return its file."""
     answer = folder / "answer.html"
-    answer.write_text(rendered_answer(contents, "study.py"))
+    answer.write_text(experiment_page(contents, "study.py"))
     check_alone(Page(answer.read_text()))
     return answer
 
@@ -144,7 +144,7 @@ def test_regression_has_no_helpful_or_harmful_samples(results, shown_as):
     """To raise or lower a number is neither help nor harm."""
     study, (answer, _) = shown_as["described"]
     of_own, of_loss = (
-        rendered_answer(explored(results, study, model_output=output), "study.py")
+        experiment_page(explored(results, study, model_output=output), "study.py")
         for output in ("own.py:f", "loss")
     )
     for page in (answer.read_text(), report_of(results), of_own):
@@ -339,7 +339,7 @@ def test_a_page_shows_how_much_it_leaves_out(results, shown_as, monkeypatch, way
     fewer = explored(results, study_file)
     n_targets, _ = fewer.n_left_out
     assert 0 < n_targets < 4
-    words = " ".join(rendered_answer(fewer, "study.py").split())
+    words = " ".join(experiment_page(fewer, "study.py").split())
     assert f"{n_targets} more target{'s are' if n_targets > 1 else ' is'} not shown here" in words
     # A limit for the samples of the first target, and a few more.
     monkeypatch.setattr("trak_core.report.explore_data._ROWS", 10**6)
@@ -353,5 +353,5 @@ def test_a_page_shows_how_much_it_leaves_out(results, shown_as, monkeypatch, way
     assert all(entry["sample"] is not None for entry in at_once)
     if way == "drawn":
         assert n_samples > 0
-        words = " ".join(rendered_answer(small, "study.py").split())
+        words = " ".join(experiment_page(small, "study.py").split())
         assert f"{n_samples} samples are shown without their pictures" in words
