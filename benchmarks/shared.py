@@ -8,11 +8,14 @@ only torch, because the environments of other packages lack this project's depen
 """
 
 import ctypes
+import os
 import platform
 import re
+import resource
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -56,6 +59,8 @@ def write_csv(path: Path, rows: Sequence[Any], about: dict[str, str]) -> None:
 
 
 FLOOR = "floor"
+_PR_SET_CHILD_SUBREAPER = 36  # adopt processes whose parent has ended (prctl(2))
+_LONGEST_SECONDS = 60  # for a fork server that outlives its parent
 
 
 def floor(model: nn.Module, output: Any, batch: Any) -> None:
@@ -108,3 +113,51 @@ def peak_on_gpu(call: Callable[[], object]) -> int:
     before = torch.cuda.memory_allocated()
     call()
     return torch.cuda.max_memory_allocated() - before
+
+
+@dataclass(frozen=True)
+class Usage:
+    """CPU and wall seconds of a process and its children; MB and "own MB" of the largest."""
+
+    seconds: float
+    wall: float
+    mb: float
+    own_mb: float
+
+
+def run(arguments: list[str], folder: Path, log: Path) -> Usage:
+    """Run a program, write its output to the log, and return its time and memory."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    start = time.monotonic()
+    with log.open("w") as file:
+        process = subprocess.Popen(arguments, cwd=folder, stdout=file, stderr=subprocess.STDOUT)
+        pages, own = Path(f"/proc/{process.pid}/statm"), 0
+        while True:
+            _, resident, shared, *_ = map(int, (pages.read_text() or "0 0 0").split())
+            own = max(own, resident - shared)
+            time.sleep(0.01)
+            ended, status, used = os.wait4(process.pid, os.WNOHANG)
+            if ended:
+                break
+    if status:
+        raise SystemExit(f"{' '.join(arguments[:4])} failed:\n{log.read_text()[-3000:]}")
+    wall = time.monotonic() - start
+    used_by = [used, *_ended_later(time.monotonic() + _LONGEST_SECONDS)]
+    seconds = sum(usage.ru_utime + usage.ru_stime for usage in used_by)
+    largest = max(usage.ru_maxrss for usage in used_by)
+    own_mb = own * os.sysconf("SC_PAGE_SIZE") / 1e6
+    return Usage(seconds, wall, largest * 1024 / 1e6, own_mb)
+
+
+def _ended_later(latest: float) -> Iterator[resource.struct_rusage]:
+    """Yield the usage of processes that outlived their parent, until the last has ended."""
+    while time.monotonic() < latest:
+        try:
+            ended, _, used = os.wait4(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if ended:
+            yield used
+        else:
+            time.sleep(0.05)
+    raise SystemExit("A process outlived its parent and did not end in time.")
