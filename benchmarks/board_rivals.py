@@ -61,7 +61,8 @@ def _linear(about: Board, folder: Path) -> tuple[Any, list[str]]:
     model = _model(about, folder)
     layers = {name: m for name, m in model.named_modules() if isinstance(m, Conv1D)}
     for name, old in layers.items():
-        new = nn.Linear(*old.weight.shape)
+        inputs, outputs = old.weight.shape
+        new = nn.Linear(inputs, outputs)
         new.weight.data, new.bias.data = old.weight.data.T.contiguous(), old.bias.data
         model.set_submodule(name, new)
     return model.eval(), [*layers]
