@@ -123,7 +123,7 @@ def trak_package(count: int, proj_dim: int) -> Method:
     """Return the scores of TRAK's package, as in benchmarks/fashion_rivals.py."""
 
     def scores(paths: list[str], train: Split, targets: Split) -> np.ndarray:
-        compute_scores = traker("runs", count, proj_dim)
+        _, compute_scores = traker("runs", count, proj_dim)
         return _with_self_influence(compute_scores(SETTING, {"runs": paths}, (train, targets)))
 
     return scores
