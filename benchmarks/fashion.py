@@ -151,15 +151,20 @@ def make_checkpoints(
 
 
 def ground_truth(
-    setting: Setting, data: tuple[Tensor, Tensor], targets: tuple[Tensor, Tensor], folder: Path
+    setting: Setting,
+    data: tuple[Tensor, Tensor],
+    targets: tuple[Tensor, Tensor],
+    folder: Path,
+    n_halves: int = N_HALVES,
+    n_seeds: int = N_TRUTH_SEEDS,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return masks (halves, n) and log-odds (seeds, halves, m) of networks retrained on halves."""
     folder.mkdir(exist_ok=True)
-    masks = halves(len(data[0]), N_HALVES, seed=0)
-    outputs = np.empty((N_TRUTH_SEEDS, N_HALVES, len(targets[0])))
+    masks = halves(len(data[0]), n_halves, seed=0)
+    outputs = np.empty((n_seeds, n_halves, len(targets[0])))
     for i, mask in enumerate(masks):
         part = data[0][kept := torch.from_numpy(mask)], data[1][kept]
-        for seed in range(N_TRUTH_SEEDS):
+        for seed in range(n_seeds):
             path = folder / f"{i}-{seed}.npy"
             if not path.exists():
                 model = setting.make_model()
