@@ -11,9 +11,9 @@ import pandas as pd
 import pytest
 import yaml
 from base_studies import EVALUATION, TRAINED
-from lds import features_of, lds_of
 from refusals import check
 from refused import refused
+from scipy.stats import spearmanr
 from workspace import REPOSITORY, forked_python, set_key
 
 from trak_core.config.cross_checks import check_columns, check_evaluation, check_sizes
@@ -161,6 +161,22 @@ def test_any_part_will_do_alone():
     for key, value in EVALUATION.items():
         beside = {"subsets": {}} if key == "sweep" else {}
         check_evaluation(FULL | {"evaluation": {"baselines": [], **beside, key: value}})
+
+
+def features_of(results, checkpoint):
+    """Return the features of training samples and of targets, float64."""
+    paths = [results / f"features/{checkpoint}/{split}.h5" for split in ("train", "few")]
+    return [pd.read_hdf(path, "features").to_numpy(float) for path in paths]
+
+
+def lds_of(results, scores, *parts):
+    """Return the mean rank correlation over targets, on the retrained models of some files."""
+    files = [results / f"retrained/{part}.h5" for part in parts]
+    masks, outputs = (pd.concat([pd.read_hdf(f, k) for f in files]) for k in ("masks", "outputs"))
+    targets = pd.read_hdf(results / "scores/few.h5", "scores").columns.tolist()
+    mean = outputs[targets].groupby(level=0).mean().to_numpy()
+    sums = masks.to_numpy() @ scores
+    return float(np.mean([spearmanr(*pair).statistic for pair in zip(sums.T, mean.T, strict=True)]))
 
 
 def test_the_formula_of_trak_is_measured_beside_the_scores(evaluated, tmp_path):
