@@ -66,23 +66,6 @@ def test_an_edit_of_an_own_output_runs_again_what_it_decides(study):
     np.testing.assert_allclose(again, scores, rtol=1e-4, atol=1e-6)
 
 
-def test_own_checkpoint_touched_and_replaced(study):
-    """By one of its size and time, as `cp -p` or `tar` leaves it."""
-    path = study.path("mine/c1.pt")
-    path.touch()
-    assert study.would_run() == {}
-    before = path.stat()
-    times = before.st_atime_ns, before.st_mtime_ns
-    for scale in (2, 1):
-        save_own_checkpoint(study, 1, scale=scale)
-        os.utime(path, ns=times)
-        assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, times[1])
-        assert study.would_run() == scoring(1, 2)
-        if scale == 2:
-            assert study.run("results/scores/few.h5", "results/scores/one.h5") == scoring(1, 2)
-            assert study.would_run("scores") == {}
-
-
 def test_results_without_snakemakes_records_count_as_finished(study):
     """As the page on what runs again says: a new checkpoint's jobs run once averages are gone."""
     shutil.rmtree(study.path(".snakemake/metadata"))
