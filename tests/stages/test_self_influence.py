@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from pipeline import changed
 from scipy.special import logit
-from small_run import OUTPUT, influences_spec, loss_weights, stored
+from small_run import OUTPUT, loss_weights, stored
 
 from trak_core.stages.compute_scores import compute_self_influence
 
@@ -25,7 +25,8 @@ def test_self_influence_is_the_diagonal(run, tmp_path, settings):
     powers = {f"{key}_power": power for key in ("curvature", "norm", "loss_weight")}
     others = {key: value for key, value in settings.items() if key != "power"}
     runs = {"a": ["c0", "c1"], "b": ["c2"]}
-    spec = changed(influences_spec(run), **(powers if others else {}), **others, runs=runs)
+    of_no_experiment = run.spec.of_self_influence()
+    spec = changed(of_no_experiment, **(powers if others else {}), **others, runs=runs)
     compute_self_influence(
         self_influence=tmp_path / "self.h5",
         features=run.features("train"),

@@ -6,7 +6,7 @@ import h5py
 import numpy as np
 import pandas as pd
 import torch
-from pipeline import changed, run_stages, scores_spec
+from pipeline import run_stages, scores_spec
 from scipy.stats import spearmanr
 from torch.utils.data import Subset
 from workspace import REPOSITORY
@@ -184,8 +184,3 @@ def loss_weights(run):
 
 def embeddings_spec(run):
     return replace(run.spec.features, projection={"kind": "embedding"}, split="all")
-
-
-def influences_spec(run):
-    """Return the settings of self-influence, which have no experiment."""
-    return changed(run.spec, experiment=None, targets_digest=None)
