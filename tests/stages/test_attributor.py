@@ -78,11 +78,10 @@ def keywords(config):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_it_gives_the_scores_of_the_pipeline(name, tmp_path, monkeypatch):
+def test_it_gives_the_scores_of_the_pipeline(name, here):
     """Also a run that is opened, and the attributor that the study gives."""
-    monkeypatch.chdir(tmp_path)
-    config = config_of(tmp_path, **SETTINGS[name])
-    expected = read_scores(run_config(tmp_path / "config.yaml") / "scores/mine.h5")
+    config = config_of(here, **SETTINGS[name])
+    expected = read_scores(run_config(here / "config.yaml") / "scores/mine.h5")
     study = Study.load(Path("study.py"))
     train, targets = study.split("train", None), study.split("targets", expected.columns.tolist())
     given = Attributor(study.make_model, "regression", config["checkpoints"], **keywords(config))

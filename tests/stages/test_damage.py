@@ -10,7 +10,6 @@ from pathlib import Path
 
 import h5py
 import numpy as np
-import pandas as pd
 import patience
 import pytest
 from linear_study import SPEC, with_two_checkpoints
@@ -217,21 +216,6 @@ def test_a_shard_of_other_samples_or_settings_is_named_with_what_it_was_made_of(
         join_shards(**about, spec=spec)
     remake(lambda own: None)
     join_shards(**about, spec=spec)
-
-
-@pytest.mark.parametrize("key", ["scores", "top_influences", "targets", "train"])
-def test_pandas_alone_notices_a_flipped_bit_in_data(copy, key):
-    path = copy(FILES["SCORES"])
-    values = "block0_values" if key == "scores" else "table"
-    with h5py.File(path) as file:
-        chunk = file[f"{key}/{values}"].id.get_chunk_info(0)
-    data = path.read_bytes()
-    for offset in (0, 5, 17):
-        flipped = bytearray(data)
-        flipped[chunk.byte_offset + offset] ^= 4
-        path.write_bytes(flipped)
-        with pytest.raises((OSError, RuntimeError), match=r"(?i)read"):
-            pd.read_hdf(path, key)
 
 
 def test_h5py_alone_notices_a_flipped_bit_elsewhere(copy):

@@ -149,11 +149,10 @@ def made_by(kind, folder, projection):
     [*((kind, {"proj_dim": 16}) for kind in SAID), (pairs, "exact")],
     ids=[*(kind.__name__ for kind in SAID), "exact pairs"],
 )
-def test_scores_equal_those_of_the_workflow(kind, projection, tmp_path, monkeypatch, capsys):
-    results = made_by(kind, tmp_path, projection)
+def test_scores_equal_those_of_the_workflow(kind, projection, here, capsys):
+    results = made_by(kind, here, projection)
     expected = read_scores(results / "scores/asked.h5").iloc[:, 0]
     assert (expected != 0).all()
-    monkeypatch.chdir(tmp_path)
     capsys.readouterr()
     main(["ask", "mine.yaml", "--file", "asked.jsonl", "--csv", "out.csv", "--top", "20"])
     out = capsys.readouterr().out
@@ -161,7 +160,7 @@ def test_scores_equal_those_of_the_workflow(kind, projection, tmp_path, monkeypa
     found = pd.read_csv("out.csv").set_index("train_id")["score"].loc[expected.index]
     np.testing.assert_allclose(found, expected, rtol=1e-4)  # as the table rounds
     run = trak_core.open("results")
-    line = run.asked((tmp_path / "asked.jsonl").read_text())
+    line = run.asked((here / "asked.jsonl").read_text())
     answer = run.ask(line)
     of_study = Attributor.of_study(run.study, run.run.specs.config).fit()
     for scores in (answer.scores, of_study.score([line.sample]).frame[0]):
@@ -209,10 +208,9 @@ def check_tokens(results, line, capsys):
     assert data["targets"][0]["tokens"] == own["text"].tolist()
 
 
-def test_classes_of_pictures_are_called_by_their_names(tmp_path, monkeypatch, capsys):
+def test_classes_of_pictures_are_called_by_their_names(here, capsys):
     """As docs/how-to/questions.md asks for another label: the answer of a line with that label."""
-    made_by(pictures, tmp_path, {"proj_dim": 16})
-    monkeypatch.chdir(tmp_path)
+    made_by(pictures, here, {"proj_dim": 16})
     run = trak_core.open("results")
     with refused("attribution.no_tokens"):
         run.tokens(run.score([run.sample("new", "asked")]))
@@ -245,7 +243,7 @@ def test_classes_of_pictures_are_called_by_their_names(tmp_path, monkeypatch, ca
     page = Path("dog.html").read_text()
     assert "own_label cat" in page
     assert "are suspects" not in page
-    write(tmp_path / "dog.jsonl", [{"id": "new", "path": "new.png", "label": "dog"}])
+    write(here / "dog.jsonl", [{"id": "new", "path": "new.png", "label": "dog"}])
     main(["ask", "images.yaml", "--file", "dog.jsonl"])
     assert capsys.readouterr().out == by_label.replace(own_label, "")
     with pytest.raises(SystemExit):

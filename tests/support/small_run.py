@@ -102,9 +102,6 @@ class Run:
     def features(self, split):
         return [self.folder / f"run/features/{c}/{split}.h5" for c in self.checkpoints]
 
-    def matrices(self):
-        return [self.folder / f"run/normal_matrix/{c}.h5" for c in self.checkpoints]
-
     @property
     def spec(self):
         sizes = {"proj_dim": PROJ_DIM, "power": 0.5}

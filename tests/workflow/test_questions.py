@@ -1,4 +1,4 @@
-"""Experiments with targets in a file: which jobs run, and equal scores for equal samples."""
+"""Experiments with targets in a file or by a description: which jobs run, and with what result."""
 
 import numpy as np
 import pandas as pd
@@ -84,3 +84,30 @@ def test_questions_in_python_and_in_a_table(study):
     question = QUESTION.replace("402", "403").replace('"second"', '"b", "c"')
     study.path("asked.py").write_text(question)
     assert study.would_run(*scores) == ONE
+
+
+def test_described_targets_are_those_of_the_table_of_all(trained, tmp_path):
+    """Jobs decide which these are, and again where other checkpoints could decide anew."""
+    study = trained.copy(tmp_path / "study")
+    study.config["experiments"] = {
+        "everything": {"targets": "all"},
+        "errors": {"where": "prediction != label"},
+    }
+    counts = study.run("scores")
+    twice = {rule: 2 * n for rule, n in ONE.items()}
+    assert counts == {"compute_outputs": 3, "select_targets": 1} | twice
+    table = pd.read_hdf(study.path("results/scores/everything.h5"), "targets")
+    errors = table.loc[table["prediction"] != table["label"], "id"].tolist()
+    scores = pd.read_hdf(study.path("results/scores/errors.h5"), "scores")
+    assert 1 < len(errors) < len(table)
+    assert scores.columns.tolist() == errors
+    study.config["experiments"]["errors"]["where"] = "prediction != label and label > 4"
+    assert study.would_run("scores") == ONE | {"select_targets": 1}
+    # Another checkpoint says what is wrong anew.
+    study.config["checkpoints"]["c1"] = {"seed": 11}
+    again = study.run("scores")
+    assert (again["train_checkpoint"], again["compute_outputs"]) == (1, 1)
+    table = pd.read_hdf(study.path("results/scores/errors.h5"), "targets")
+    expected = pd.read_hdf(study.path("results/scores/everything.h5"), "targets")
+    expected = expected.query("prediction != label and label > 4")
+    assert table["id"].tolist() == expected["id"].tolist()
