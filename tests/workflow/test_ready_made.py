@@ -93,28 +93,6 @@ WITHOUT_RIGHT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(24, 1, 0, 0, 0)
 WITHOUT_RIGHT += "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 
 
-def check_reader(results, cwd, calls):
-    """Run Python for each (arguments, exit status, part of the output), and check these.
-
-    Python may not write into the results folder, which stays as it was.
-    """
-    folders = [results, *(path for path in results.rglob("*") if path.is_dir())]
-    before = {path: path.stat().st_mtime_ns for path in results.rglob("*")}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    for path in folders:
-        path.chmod(0o555)
-    try:
-        for arguments, status, said in calls:
-            command = [sys.executable, "-c", WITHOUT_RIGHT, *arguments]
-            done = patience.run(command, 60, cwd=cwd, **pipes)
-            assert (done.returncode, said in done.stdout) == (status, True), done.stdout
-            assert "Traceback" not in done.stdout
-    finally:
-        for path in folders:
-            path.chmod(0o755)
-    assert {path: path.stat().st_mtime_ns for path in results.rglob("*")} == before
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="root gives up a right as Linux has it")
 def test_a_colleague_s_results_are_asked_as_they_are(study):
     """They may only be read: what is there is planned from, and what must be made is refused."""
@@ -142,7 +120,21 @@ def test_a_colleague_s_results_are_asked_as_they_are(study):
         ([*call, *new], 1, f"{denied}. Make the"),
         ([*call, "-n", "--config", other], 1, f"{denied}/language_model_study_"),
     ]
-    check_reader(study.path("results-texts"), study.folder, calls)
+    results = study.path("results-texts")
+    folders = [results, *(path for path in results.rglob("*") if path.is_dir())]
+    before = {path: path.stat().st_mtime_ns for path in results.rglob("*")}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    for path in folders:
+        path.chmod(0o555)
+    try:
+        for arguments, status, said in calls:
+            done = patience.run([sys.executable, "-c", WITHOUT_RIGHT, *arguments], 60, **pipes)
+            assert (done.returncode, said in done.stdout) == (status, True), done.stdout
+            assert "Traceback" not in done.stdout
+    finally:
+        for path in folders:
+            path.chmod(0o755)
+    assert {path: path.stat().st_mtime_ns for path in results.rglob("*")} == before
 
 
 def test_init_writes_the_page_s_config_which_is_the_one_that_is_run_above(study, capsys):
