@@ -209,7 +209,7 @@ class LoadedModel:
             budget = budget_bytes(self.device, memory_mb)
             with suppress(TooMuchMemoryError):
                 needed = self._memory(few, budget)
-                if needed.of_longest.of(1) <= budget:
+                if needed.of_longest.bytes_of(1) <= budget:
                     return needed
             self.blocks.start()
             needed = self._memory(few, None)

@@ -1,13 +1,12 @@
 """Compute per-sample gradients of a model output, one parameter after another.
 
-A model output f is one number for each sample, such as a margin. Its gradient has p coordinates,
+A model output f is one number for each sample, such as a margin. The gradient of f has p entries,
 one for each entry of the parameters, in ``named_parameters`` order and row-major within a
 parameter. One backward pass computes the gradients of all samples of a batch
 (``gradients_at_once``). If autograd's graph of the model can't be read, the samples are
-differentiated one by one. The gradients of each parameter are passed to a *consumer* as soon as
-they are computed. For example, the consumer in ``trak_core.attribution.project_gradients`` projects
-them. This differs from ``torch.func.vmap(torch.func.grad(f))``, which returns the (batch, p) matrix
-of gradients: here that matrix is never formed.
+differentiated one by one. The gradients of each parameter are passed to a *consumer*, such as a
+projection, as soon as they are computed. Unlike in ``torch.func.vmap(torch.func.grad(f))``, the
+(batch, p) matrix of gradients is never formed.
 
 Most functions take a ``model`` on the samples' device, the ``parameters`` that
 ``select_parameters`` returned, and the model ``output`` f. They restore the model's training mode.

@@ -20,9 +20,9 @@ from trak_core.gradients.graph import (
     Layout,
     Node,
     UnreadableGraphError,
-    guessed,
+    combined,
+    completed,
     is_function,
-    joined,
     layout_of,
     leaf_of,
     locate,
@@ -70,7 +70,7 @@ class RuleInput:
         if self.layout.stride % tail:
             return None
         head = self.output[:n_dims]
-        return self.layout.of_blocks(tail, math.prod(head)).view(head)
+        return self.layout.owners_of_blocks(tail, math.prod(head)).view(head)
 
     def saved_dims(self, n_dims: int) -> set[int]:
         """Return the dimensions in the saved argument ``dim``, or all ``n_dims`` if it is None."""
@@ -360,9 +360,9 @@ def _by_rule(edge: Edge, outputs: dict[int, Layout]) -> Layout | None:
     for number, layout in outputs.items():
         output = shape_of(edge.user, number)
         if rule not in _BY_POSITION and locate(output, layout) is None:
-            layout = guessed(layout)
+            layout = completed(layout)
         dim, width = locate(output, layout) or (-1, 0)
         known = dim >= 0 or rule in _BY_POSITION
         given = RuleInput(edge.user, edge.index, output, shape, layout, dim, width)
         answers.append(rule(given) if known else None)
-    return reduce(joined, answers)
+    return reduce(combined, answers)
