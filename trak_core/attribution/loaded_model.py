@@ -204,7 +204,7 @@ class LoadedModel:
         activations to save memory.
         """
         try:
-            if self.blocks.is_on or not self.blocks.found:
+            if self.blocks.is_on or not self.blocks.blocks:
                 return self._memory(few, None)
             budget = budget_bytes(self.device, memory_mb)
             with suppress(TooMuchMemoryError):
@@ -213,7 +213,7 @@ class LoadedModel:
                     return needed
             self.blocks.start()
             needed = self._memory(few, None)
-            print_line(f"Notice: {self.blocks.told()}")
+            print_line(f"Notice: {self.blocks.notice()}")
             return needed
         finally:
             release_freed_memory()

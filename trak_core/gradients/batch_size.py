@@ -118,7 +118,7 @@ def sample_memory(
         values = over_samples(output.value, output.read(given.given_to(model)), given.labels)
     if is_too_much():
         raise TooMuchMemoryError
-    n_bytes = n_saved + (blocks.n_bytes(own | set(saved)) if blocks else 0)
+    n_bytes = n_saved + (blocks.peak_bytes(own | set(saved)) if blocks else 0)
     activations = _ACTIVATIONS * n_bytes // n_copies
     if values.requires_grad:
         with contextlib.suppress(UnreadableGraphError):

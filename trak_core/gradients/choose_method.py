@@ -124,7 +124,7 @@ def _compare(arguments: _Arguments, method: GradientMethod) -> tuple[bool, str |
     plain, allowed = _digest(arguments, gradients_one_by_one), least_rounding(model)
     for n in range(len(pair), 0, -1):
         first = *arguments[:3], pair.rows(slice(0, n))
-        apart, name = _digest(first, method).difference(plain.of(slice(0, n)))
+        apart, name = _digest(first, method).difference(plain.for_samples(slice(0, n)))
         if apart > allowed:
             with torch.no_grad(), in_evaluation_mode(model):
                 _, allowed = call_with_rounding(model, pair)
