@@ -2,8 +2,8 @@
 
 An artifact gets its final name only when it is complete. It contains the settings that determine
 its content (``spec``), the software and the device that computed it (``provenance``), and a hash of
-its content. Matrices are stored in pandas' *fixed* layout, from which
-``pandas.read_hdf(path, key)`` returns a labelled frame. h5py reads ``<key>/block0_values``.
+its content. Matrices are stored in pandas' *fixed* layout: ``pandas.read_hdf(path, key)`` returns a
+labelled frame, and h5py reads the values from ``<key>/block0_values``.
 """
 
 from trak_core.artifacts.check_consistency import (
