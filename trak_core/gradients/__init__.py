@@ -5,8 +5,7 @@ one for each entry of the parameters, in ``named_parameters`` order and row-majo
 parameter. One backward pass computes the gradients of all samples of a batch
 (``gradients_at_once``). If autograd's graph of the model can't be read, the samples are
 differentiated one by one. The gradients of each parameter are passed to a *consumer*, such as a
-projection, as soon as they are computed. Unlike in ``torch.func.vmap(torch.func.grad(f))``, the
-(batch, p) matrix of gradients is never formed.
+projection, as soon as they are computed. The (batch, p) matrix of gradients is never formed.
 
 Most functions take a ``model`` on the samples' device, the ``parameters`` that
 ``select_parameters`` returned, and the model ``output`` f. They restore the model's training mode.

@@ -21,16 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trak_core.gradients.graph import (
-    Edge,
-    Graph,
-    Layout,
-    Node,
-    as_cyclic,
-    combined,
-    name_of,
-    shape_of,
-)
+from trak_core.gradients.graph import Edge, Graph, Layout, Node, combined, cyclic, name_of, shape_of
 from trak_core.gradients.sample_owner_rules import input_layouts
 
 # Operations that only move or copy entries. The gradients with respect to input and output of these
@@ -145,7 +136,7 @@ def make_plan(
                 (inner if is_above else last).append(node)
             if is_above or node in by_node:
                 above.add(node)
-    regions = list({id(region): region for region in region_of.values()}.values())
+    regions = list(dict.fromkeys(region_of.values()))
     crossed = {node: layouts[node] for node in by_node}
     return Plan(crossed, dict(by_node), regions, inner, last, parameters, is_fixed)
 
@@ -153,10 +144,9 @@ def make_plan(
 def _layouts(
     graph: Graph, root: tuple[Node, int], layout: Layout
 ) -> tuple[dict[Node, dict[int, Layout]], bool]:
-    """Return the layouts of the outputs of each split node, and whether they are fixed.
+    """Return the layouts of each split node's outputs, and whether the graph determines them.
 
-    They are fixed if they follow from the graph's structure, and not also from values that
-    operations have saved, such as indices.
+    Otherwise, they also depend on values that operations have saved, such as indices.
     """
     shared, is_one_sample = set(graph.parameters), layout.n_samples == 1
     # With a single sample, all entries of all tensors belong to this sample. Parameters and their
@@ -170,7 +160,7 @@ def _layouts(
     all_fixed = True
     split: dict[Node, dict[int, Layout]] = {}
     for node in graph.order:  # visits all users of a tensor before the node that computes it
-        outputs = {number: as_cyclic(layout) for number, layout in layouts.pop(node, {}).items()}
+        outputs = {number: cyclic(layout) for number, layout in layouts.pop(node, {}).items()}
         known = {number: layout for number, layout in outputs.items() if layout is not None}
         edges = graph.edges[node]
         answers: list[Layout | None] = [None] * len(edges)
@@ -204,15 +194,15 @@ def _regions(inside: list[Edge], crossings: list[Edge], graph: Graph) -> dict[No
     tensors = {(edge.node, edge.number) for edge in (*inside, *crossings)}
     for edge in crossings:
         regions[head(edge.node)].n_crossings += 1
-    for node, place in graph.parameters.items():
-        regions[head(node)].parameters.append(place)
+    for node, index in graph.parameters.items():
+        regions[head(node)].parameters.append(index)
     region_of = {node: regions[head(node)] for node in list(parent)}
-    n_edges = Counter(id(region_of[edge.node]) for edge in (*inside, *crossings))
-    n_tensors = Counter(id(region_of[node]) for node, _ in tensors)
+    n_edges = Counter(region_of[edge.node] for edge in (*inside, *crossings))
+    n_tensors = Counter(region_of[node] for node, _ in tensors)
     for node, region in region_of.items():
         is_parameter = node in graph.parameters
         moves = is_parameter or (name_of(node) in MOVES | _CUTS and len(graph.edges[node]) == 1)
-        is_reached_once = n_edges[id(region)] == n_tensors[id(region)]
+        is_reached_once = n_edges[region] == n_tensors[region]
         has_one_parameter = len(region.parameters) == 1
         region.is_simple &= moves and is_reached_once and has_one_parameter
         is_whole = name_of(node) in MOVES and (keeps_order(node) or _transposes(node))

@@ -104,9 +104,7 @@ def gradients_at_once(
     The consumer gets each parameter's gradients as factors, as soon as they are computed. For a
     linear layer, the factors are the output gradients delta and the inputs x. The gradient of
     sample i is dW_i = sum_t delta_t x_t^T. Up to rounding, a sample's gradient doesn't depend on
-    the other samples of the batch. The model runs in evaluation mode. Unlike
-    ``torch.func.vmap(torch.func.grad(f))``, this function doesn't vmap the model, and gradients of
-    different parameters need not be in memory at the same time.
+    the other samples of the batch. The model runs in evaluation mode, and is not vmapped.
 
     If the graph can't be read, the batch is differentiated by ``gradients_one_by_one``, and a
     notice is printed. With ``must``, an ``UnreadableGraphError`` is raised instead.

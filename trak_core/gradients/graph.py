@@ -9,11 +9,10 @@ other operations, the dimension along which the samples lie may change.
 The layout of a tensor is None if several samples share the tensor, or if it is unknown to which
 samples the entries belong. A layout that is None can cost time but never gives a wrong gradient.
 
-BackPACK and Opacus hook ``nn.Module``s and need a rule for each kind of layer. Here the nodes of
-autograd's graph are read, so functional code and parameters outside of layers need no special
-handling. BackPACK and Opacus also assume that dimension 0 is the batch. Here the batch dimension is
-derived, so that samples may lie along any dimension, share a dimension with another index, or be
-gathered by indices.
+BackPACK and Opacus need a rule for each kind of ``nn.Module``, and assume that dimension 0 is the
+batch. Here the nodes of autograd's graph are read, and the batch dimension is derived. Therefore
+functional code needs no special handling, and samples may lie along any dimension, share a
+dimension with another index, or be gathered by indices.
 """
 
 import math
@@ -294,7 +293,7 @@ def combined(a: Layout | None, b: Layout | None) -> Layout | None:
     return Layout(stride, a.n_samples, torch.where(first >= 0, first, second))
 
 
-def as_cyclic(layout: Layout | None) -> Layout | None:
+def cyclic(layout: Layout | None) -> Layout | None:
     """Return an equal cyclic layout, or ``layout`` itself if there is none."""
     if layout is None or layout.owners is None or bool((layout.owners < 0).any()):
         return layout

@@ -342,14 +342,13 @@ class _Pass:
     def __init__(self, plan: Plan, consumer: Consumer, keeps_graph: bool):
         self.plan, self.consumer = plan, consumer
         self.keeps_graph = keeps_graph  # whether saved tensors are still there after the pass
-        # The gradients at the crossings of each region with ``is_direct``, until all of them were
-        # computed, by the region's id.
-        self.uses: dict[int, list[Contribution]] = {}
+        # For each region with ``is_direct``, gradients at its crossings, until all are computed.
+        self.uses: dict[Region, list[Contribution]] = defaultdict(list)
         # Operations without a formula, the gradients of their outputs, and their crossings.
         self.waiting: dict[Node, tuple[dict[int, Tensor], list[tuple[Edge, Region]]]] = {}
         # For each other region, the sum of the gradients with respect to each tensor of the region
         # to which a crossing leads.
-        self.sums: dict[int, dict[tuple[Node, int], Tensor]] = defaultdict(dict)
+        self.sums: dict[Region, dict[tuple[Node, int], Tensor]] = defaultdict(dict)
 
     def visit(self, node: Node, gradients: dict[int, Tensor]) -> None:
         """Process the gradients of a node's outputs, shape (C, *shape), by output number."""
@@ -369,17 +368,15 @@ class _Pass:
 
     def _take(self, contribution: Contribution, edge: Edge, region: Region) -> None:
         if region.is_direct:
-            uses = [*self.uses.pop(id(region), ()), _to_parameter(contribution, edge)]
-            if len(uses) == region.n_crossings:
-                self.consumer.take(self._parameters(region)[0], uses)
-            else:
-                self.uses[id(region)] = uses
+            self.uses[region].append(_to_parameter(contribution, edge))
+            if len(self.uses[region]) == region.n_crossings:
+                self.consumer.take(self._parameters(region)[0], self.uses.pop(region))
             return
         if region.is_simple and not self.consumer.in_order:
             self.consumer.take(self._parameters(region)[0], [contribution])
             return
         rows, node, number = _past_moves(contribution.whole(), edge)
-        sums = self.sums[id(region)]
+        sums = self.sums[region]
         sums[node, number] = sums[node, number] + rows if (node, number) in sums else rows
 
     def finish(self) -> None:
@@ -390,14 +387,13 @@ class _Pass:
         """
         for node, (gradients, waiting) in self.waiting.items():
             indices = [edge.index for edge, _ in waiting]
-            layouts = self.plan.layouts[node]
-            by_input = _by_operation(node, gradients, layouts, indices)
+            by_input = _by_operation(node, gradients, self.plan.layouts[node], indices)
             for edge, region in waiting:
                 self._take(Dense(by_input[edge.index]), edge, region)
         for region in self.plan.regions:
-            if id(region) in self.uses:  # some crossings have no gradient
-                self.consumer.take(self._parameters(region)[0], self.uses.pop(id(region)))
-            sums = self.sums.pop(id(region), None)
+            if region in self.uses:  # some crossings have no gradient
+                self.consumer.take(self._parameters(region)[0], self.uses.pop(region))
+            sums = self.sums.pop(region, None)
             if not sums:
                 continue
             edges, gradients, extra = [], [], {}
