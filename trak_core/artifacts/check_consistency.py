@@ -41,9 +41,8 @@ def check_made_for(
 ) -> None:
     """Raise an error if an artifact was written for another config.
 
-    Snakemake does not notice this if the job that wrote the file ended after Snakemake itself.
-    Unless ``may_be_shard``, an error is also raised for a shard, which contains only some of the
-    samples.
+    Snakemake does not notice this if the job that wrote the file ended after Snakemake itself. A
+    shard, which contains only some of the samples, also raises an error unless ``may_be_shard``.
     """
     if not may_be_shard:
         check_same("shard (None for a whole split)", None, artifact.spec.get("shard"), artifact)

@@ -27,6 +27,7 @@ from trak_core.artifacts.format import (
     scales_of,
     table_columns,
 )
+from trak_core.errors import first_line
 from trak_core.runtime.files import supports_locks
 
 if TYPE_CHECKING:  # At run time, only jobs that read a table import pandas.
@@ -43,10 +44,6 @@ def _signature(path: Path) -> tuple[int, ...]:
 
 def _text(attribute: Any) -> Any:
     return attribute.decode() if isinstance(attribute, bytes) else attribute
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 class Artifact:
@@ -85,7 +82,7 @@ class Artifact:
         except Exception as error:
             # If metadata are damaged, h5py can raise errors of any type.
             must = f"a {self.kind.encoding_type} file must be complete and unchanged"
-            raise self._refused(must, f"{doing} failed: {_first_line(error)}") from error
+            raise self._refused(must, f"{doing} failed: {first_line(error)}") from error
 
     def _file(self) -> h5py.File:
         """Return the open file. Raise an ``OSError`` if it was replaced since the first check."""
@@ -303,7 +300,7 @@ def read_frame(path: Path, key: str) -> tuple[np.ndarray, list[Any], list[Any]]:
         raise ArtifactError(
             f"{path}: the file must be readable HDF5 with a complete frame {key!r} of finite "
             "numbers. All row ids must be integers or all must be strings, and so must all column "
-            f"ids. Found: {_first_line(error)}. Write the frame with `frame.to_hdf(path, "
+            f"ids. Found: {first_line(error)}. Write the frame with `frame.to_hdf(path, "
             f"key={key!r}, format='fixed')`.",
             code="artifacts.frame",
         ) from error

@@ -117,10 +117,7 @@ class Plan:
 def make_plan(
     graph: Graph, root: tuple[Node, int], layout: Layout, parameters: Sequence[Tensor]
 ) -> Plan:
-    """Return the plan of a backward pass that starts at a node's output.
-
-    ``root`` is the node and the number of its output, whose samples lie as ``layout`` states.
-    """
+    """Return the plan of a backward pass that starts at ``root``, a node and its output number."""
     layouts, is_fixed = _layouts(graph, root, layout)
     inside = [edge for node in graph.order if node not in layouts for edge in graph.edges[node]]
     crossings = [edge for node in layouts for edge in graph.edges[node] if edge.node not in layouts]

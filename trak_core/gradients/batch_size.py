@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from trak_core.errors import InputError, is_out_of_memory
+from trak_core.errors import InputError, first_line, is_out_of_memory
 from trak_core.gradients.differentiable_model import differentiating
 from trak_core.gradients.gradient_terms import PIECE, max_piece_entries
 from trak_core.gradients.graph import UnreadableGraphError
@@ -181,10 +181,9 @@ def in_chunks(
             if not is_out_of_memory(error):
                 raise
             if stop - start == 1:
-                message = (str(error).splitlines() or [""])[0]
                 raise InputError(
                     "The gradient of one sample must fit into memory. Memory ran out with the "
-                    f"error: {message} Give the job more memory (on a cluster, by "
+                    f"error: {first_line(error)} Give the job more memory (on a cluster, by "
                     "--set-resources RULE:mem_mb=...), or choose fewer `parameters`.",
                     code="gradients.out_of_memory",
                 ) from error

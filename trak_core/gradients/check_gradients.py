@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.func import vmap
 from torch.utils import _pytree as pytree
 
-from trak_core.errors import InputError, listed
+from trak_core.errors import InputError, first_line, listed
 from trak_core.gradients.differentiable_model import in_evaluation_mode
 from trak_core.gradients.gradient_consumers import Digest
 from trak_core.gradients.gradient_methods import gradients_one_by_one
@@ -93,7 +93,7 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
                 )
             alone = padded
         if isinstance(alone, Exception):
-            reason = f"the model fails: {(str(alone).splitlines() or [''])[0]}"
+            reason = f"the model fails: {first_line(alone)}"
         else:
             reason = f"its output differs by up to {_largest_difference(alone, together):.2g}"
         raise InputError(
@@ -165,10 +165,7 @@ def _first_difference(steps: Iterable[_Step], others: Iterable[_Step], allowed: 
 
 
 def _steps(model: nn.Module, batch: Batch) -> tuple[list[_Step], str | None]:
-    """Return the arguments and results of modules, in calling order, when the model is called.
-
-    Also return the name of the module that failed, or None.
-    """
+    """Return the inputs and results of modules in calling order, and the module that failed."""
     steps: list[_Step] = []
     inside: list[str] = []
     with ExitStack() as stack:
@@ -228,7 +225,7 @@ def count_classes(
         try:
             shape = tuple(output.value(outputs, label).shape)
         except (RuntimeError, IndexError) as error:
-            shape = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            shape = f"{type(error).__name__}: {first_line(error)}"
         if shape:
             raise InputError(
                 f"The model output must be one number for each sample. Found {shape}. For this "
@@ -328,11 +325,7 @@ def explain_not_finite(
     samples: Samples,
     sample_ids: Sequence[object],
 ) -> None:
-    """Raise an error that names samples and parameters whose gradients have NaN or infinity.
-
-    To find them, the samples are differentiated one by one. If all gradients are finite, no error
-    is raised.
-    """
+    """Raise an error that names the samples and parameters whose gradients are not finite."""
     batch = as_batch(samples, output)
     # A digest consists of sums of products with gradients. In float64, sums of float32 numbers
     # don't overflow, so a digest is finite if and only if the gradient is finite.

@@ -7,7 +7,7 @@ from collections import Counter
 import torch
 from torch import nn
 
-from trak_core.errors import InputError, is_out_of_memory
+from trak_core.errors import InputError, first_line, is_out_of_memory
 from trak_core.gradients.differentiable_model import (
     check_graph,
     differentiating,
@@ -165,7 +165,7 @@ def _digest(arguments: _Arguments, method: GradientMethod) -> Digest:
 
 
 def _in_short(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    return f"{type(error).__name__}: {first_line(error)[:200]}"
 
 
 def _mixing_operations(

@@ -114,23 +114,19 @@ def closed_forms(
     operation, ``gradients`` contains the gradients with respect to the output, shape (C, *shape),
     and ``layouts`` contains the output's layout. The formulas hold for real numbers only.
     """
-    user, formula, dim_and_width = edges[0].user, _FORMULAS.get(name_of(edges[0].user)), None
+    user, formula, position = edges[0].user, _FORMULAS.get(name_of(edges[0].user)), None
     if formula and gradients.keys() == {0} and not gradients[0].is_complex():
-        dim_and_width = locate(shape_of(user, 0), layouts[0])
+        position = locate(shape_of(user, 0), layouts[0])
     for edge in edges:
-        contribution = None
-        if formula and dim_and_width:
-            contribution = formula(Use(edge, gradients[0], *dim_and_width, layouts[0]))
+        use = Use(edge, gradients[0], *position, layouts[0]) if position else None
+        contribution = formula(use) if formula and use else None
         if contribution is not None and layouts[0].owners is not None:
             contribution = replace(contribution, has_ranks=True)
         yield contribution
 
 
 def _summed(use: Use, gradient: Tensor) -> Contribution | None:
-    """Return ``gradient``, summed over the dimensions along which the input was broadcast.
-
-    Return None if samples lie along a dimension of the input itself.
-    """
+    """Return ``gradient`` summed over broadcast dimensions, or None if samples lie along others."""
     shape = use.input_shape
     dim = use.dim - (gradient.ndim - 1) + len(shape)
     if dim >= 0 and shape[dim] != 1 and use.layout.n_samples > 1:

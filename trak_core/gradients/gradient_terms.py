@@ -3,8 +3,7 @@
 A batch has B samples with C outputs each (C = 1 for the gradients of a model output f). A
 ``Contribution`` represents the gradients of all outputs with respect to one use of a tensor: a
 matrix G of shape (C B, entries), with a row for each output c and sample b, ordered by c, then b.
-A contribution can add G G^T to a Gramian without forming G, or return G in parts. The gradients of
-a parameter that is used several times are the sum of several contributions.
+The gradients of a parameter that is used several times are a sum of contributions.
 
 For a linear layer y_t = W x_t and delta_t = df_i/dy_t, sample i's gradient is
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.utils import _pytree as pytree
 
-from trak_core.errors import InputError, listed
+from trak_core.errors import InputError, first_line, listed
 from trak_core.model_outputs.model_output import IGNORED, ModelOutput
 
 
@@ -332,8 +332,8 @@ def call(model: nn.Module, batch: Batch) -> object:
         raise InputError(
             "The model must accept its samples. It was called with "
             f"{'one sample' if len(batch) == 1 else f'{len(batch)} samples'} of {inputs}, and its "
-            f"parameters have the dtype {own}. Found {type(error).__name__}: "
-            f"{(str(error).splitlines() or [''])[0]}{_last_line(error)}\n"
+            f"parameters have the dtype {own}. Found {type(error).__name__}: {first_line(error)}"
+            f"{_last_line(error)}\n"
             f"{_DIFFERENTIATES if has_no_graph else CHANGE_SAMPLES}",
             code="gradients.model_call",
         ) from error

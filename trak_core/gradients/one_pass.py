@@ -421,11 +421,7 @@ def _to_parameter(contribution: Contribution, edge: Edge) -> Contribution:
 
 
 def _past_moves(rows: Tensor, edge: Edge) -> tuple[Tensor, Node, int]:
-    """Return the gradients of the tensor from which operations of ``MOVES`` made a given tensor.
-
-    ``rows`` are the gradients of the given tensor, to which ``edge`` leads. The tensor is returned
-    as a node and output number.
-    """
+    """Return the gradients, node and output number of the tensor below operations of ``MOVES``."""
     node, number = edge.node, edge.number
     rows = rows.view(-1, *shape_of(node, number))
     while name_of(node) in MOVES - {"Transpose", "Permute"}:

@@ -96,10 +96,7 @@ class Recomputation:
 
 
 def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the members of ``nn.ModuleList`` and ``nn.Sequential`` if two have the same class.
-
-    Lists inside of such members are not searched.
-    """
+    """Return the members of outermost module lists with two members of the same class."""
     blocks: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for module in model.modules():  # outer modules come before inner modules

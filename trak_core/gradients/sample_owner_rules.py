@@ -55,10 +55,7 @@ class RuleInput:
     width: int
 
     def along(self, dim: int) -> Layout | None:
-        """Return the input's layout if samples lie along its dimension ``dim``.
-
-        Return None if the input and the output differ in size along their dimensions of samples.
-        """
+        """Return the layout for samples along input dimension ``dim``, or None if sizes differ."""
         if not (0 <= dim < len(self.input) and self.input[dim] == self.output[self.dim]):
             return None
         stride = stride_at(self.input, dim, self.width, self.layout.period)
@@ -166,7 +163,7 @@ def _indexed(given: RuleInput) -> Layout | None:
     if given.dim >= picked.ndim:  # the samples lie along dimensions that aren't indexed
         return given.along(given.dim - picked.ndim + n_dims)
     owners = given.owners_of_rows(picked.ndim)
-    return None if owners is None else _of_picked_rows(given, n_dims, picked, owners)
+    return None if owners is None else _of_picked(given, n_dims, picked, owners)
 
 
 def _index_selected(given: RuleInput) -> Layout | None:
@@ -174,7 +171,7 @@ def _index_selected(given: RuleInput) -> Layout | None:
     return _indexed(given) if is_over_samples else given.along(given.dim)
 
 
-def _of_picked_rows(given: RuleInput, n_dims: int, picked: Tensor, owners: Tensor) -> Layout | None:
+def _of_picked(given: RuleInput, n_dims: int, picked: Tensor, owners: Tensor) -> Layout | None:
     """Return the layout of an input, given the sample that owns the copy of each row ``picked``."""
     head = given.input[:n_dims]
     input_owners = torch.full((math.prod(head),), -1)

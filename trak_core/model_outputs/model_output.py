@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from trak_core.errors import InputError, caused_by_out_of_memory
+from trak_core.errors import InputError, caused_by_out_of_memory, first_line
 
 # The label of tokens and pixels that don't count, as in torch's cross entropy.
 IGNORED = -100
@@ -255,7 +255,6 @@ def _checked(
 
 
 def _explained(error: Exception, name: str) -> InputError:
-    first_line = (str(error).splitlines() or [""])[0]
     frames = traceback.extract_tb(error.__traceback__)[1:]
     frames = [frame for frame in frames if "/torch/" not in frame.filename] or frames
     where = "".join(f" in {f.filename}:{f.lineno}: {f.line}" for f in frames[-1:])
@@ -269,6 +268,6 @@ def _explained(error: Exception, name: str) -> InputError:
         )
     return InputError(
         f"{name} must compute a number for one sample, without the batch dimension. Found "
-        f"{type(error).__name__}: {first_line}{where}.",
+        f"{type(error).__name__}: {first_line(error)}{where}.",
         code="model_outputs.failed",
     )
