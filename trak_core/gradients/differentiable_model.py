@@ -26,8 +26,9 @@ from trak_core.gradients.graph import Node, nodes_below, strides
 def in_evaluation_mode(model: nn.Module) -> Generator[None, None, None]:
     """Run with the model in evaluation mode, and restore each module's mode afterwards.
 
-    ``plain_layers`` applies. The inference kernels of torch's transformer layers are switched off,
-    because they build no graph. Caches of tensors that are computed from parameters are emptied.
+    The features that ``plain_layers`` replaces are switched off, and so are the inference kernels
+    of torch's transformer layers, which build no graph. Caches of tensors that are computed from
+    parameters are emptied.
     """
     modules = list(model.modules())
     training = [module for module in modules if module.training]

@@ -110,9 +110,9 @@ def closed_forms(
 ) -> Iterator[Contribution | None]:
     """Yield the per-sample gradients at each edge of an operation, or None if no formula applies.
 
-    ``edges`` lead from the operation to inputs that samples share. By number of an output of the
-    operation, ``gradients`` contains the gradients with respect to the output, shape (C, *shape),
-    and ``layouts`` contains the output's layout. The formulas hold for real numbers only.
+    ``edges`` lead from the operation to inputs that samples share. ``gradients`` and ``layouts``
+    map the number of each output to the gradients with respect to this output, shape (C, *shape),
+    and to the output's layout. The formulas hold for real numbers only.
     """
     user, formula, position = edges[0].user, _FORMULAS.get(name_of(edges[0].user)), None
     if formula and gradients.keys() == {0} and not gradients[0].is_complex():
@@ -126,7 +126,10 @@ def closed_forms(
 
 
 def _summed(use: Use, gradient: Tensor) -> Contribution | None:
-    """Return ``gradient`` summed over broadcast dimensions, or None if samples lie along others."""
+    """Return ``gradient``, summed over the dimensions along which the input was broadcast.
+
+    Return None if samples lie along another dimension.
+    """
     shape = use.input_shape
     dim = use.dim - (gradient.ndim - 1) + len(shape)
     if dim >= 0 and shape[dim] != 1 and use.layout.n_samples > 1:

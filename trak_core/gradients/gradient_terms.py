@@ -114,7 +114,7 @@ def pieces(size: int, entries_each: int, device: torch.device) -> Iterator[slice
 
 @dataclass(frozen=True, slots=True)
 class Dense(Contribution):
-    """Whole gradients, shape (C, B, *shape), with respect to a tensor that is small."""
+    """Gradients with respect to a small tensor, stored as a whole, shape (C, B, *shape)."""
 
     # A function that returns each token's share of the gradients, shape (C, B, T, *shape). Its sum
     # over the T tokens is ``gradients``. None if the shares are not known.
@@ -239,7 +239,7 @@ class Lookup(Contribution):
 
 
 def _summed(indices: Tensor, n: int, gradients: Tensor) -> Tensor:
-    """Return sums of gradients, (C, B, T, q), with equal indices, (B, T), in shape (C B, n q)."""
+    """Return sums of gradients (C, B, T, q) with equal indices (B, T) below n, shape (C B, n q)."""
     c, b, _, q = gradients.shape
     row = torch.arange(c * b, device=indices.device).view(c, b, 1)
     sums = gradients.new_zeros(c * b * n, q)
@@ -248,7 +248,7 @@ def _summed(indices: Tensor, n: int, gradients: Tensor) -> Tensor:
 
 
 def transposed(contribution: Contribution, shape: tuple[int, ...]) -> Contribution:
-    """Return the gradients with respect to W^T, given those with respect to W, shape ``shape``."""
+    """Return gradients with respect to W^T from those with respect to W, which has this shape."""
     if isinstance(contribution, Outer) and contribution.matrix == shape:
         return replace(contribution, is_transposed=not contribution.is_transposed)
     return Dense(contribution.whole().unflatten(1, shape).transpose(1, 2).unsqueeze(0))

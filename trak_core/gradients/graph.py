@@ -113,7 +113,7 @@ def differentiate(node: Node, gradients: dict[int, Tensor]) -> tuple[Tensor | No
 
 
 def nodes_below(root: Node) -> list[Node]:
-    """Return ``root`` and all nodes on which it depends, in a reproducible order."""
+    """Return ``root`` and all nodes that can be reached from it, in a reproducible order."""
     seen: dict[Node, None] = {root: None}
     stack = [root]
     while stack:
@@ -142,9 +142,8 @@ def signature(root: Node, parameters: Sequence[Tensor]) -> tuple[list[Node], Has
     """Return the nodes of the graph below ``root``, and a hashable key of its structure.
 
     If two graphs have equal keys, their nodes correspond in this order, and have equal layouts
-    unless layouts depend on saved values. The key contains the name, settings, output shapes and
-    edges of each node and, for each leaf tensor, its index in ``parameters`` and whether it has
-    hooks.
+    unless layouts depend on saved values. The key contains each node's name, settings, output
+    shapes and edges and, for a leaf tensor, its index in ``parameters`` and whether it has hooks.
     """
     index = {id(parameter): i for i, parameter in enumerate(parameters)}
     nodes, parts = [root], list[Hashable]()
@@ -232,8 +231,7 @@ class Layout:
     def owners_of_blocks(self, stride: int, n_blocks: int) -> Tensor:
         """Return the sample numbers of the first ``n_blocks`` blocks of ``stride`` entries.
 
-        The layout's stride must be a multiple of ``stride``, so that each block belongs to one
-        sample.
+        The layout's stride must be a multiple of ``stride``, so that a block is of one sample.
         """
         each = self.sample_numbers.repeat_interleave(self.stride // stride)
         return each.repeat(-(-n_blocks // len(each)))[:n_blocks]
@@ -358,9 +356,7 @@ def probed_layouts(edges: list[Edge], layouts: dict[int, Layout]) -> list[Layout
     shared: set[int] = set()
     for bit in range((n_samples - 1).bit_length()):
         with_bit = (torch.arange(n_samples) >> bit) % 2 == 1
-        first, second = (
-            _depending(user, layouts, which, owners) for which in (with_bit, ~with_bit)
-        )
+        first, second = (_depending(user, layouts, mask, owners) for mask in (with_bit, ~with_bit))
         for index, own in owners.items():
             own += first[index].long() << bit
             depends[index] |= first[index] | second[index]
@@ -373,16 +369,16 @@ def probed_layouts(edges: list[Edge], layouts: dict[int, Layout]) -> list[Layout
 
 
 def _depending(
-    user: Node, layouts: dict[int, Layout], which: Tensor, inputs: dict[int, Tensor]
+    user: Node, layouts: dict[int, Layout], mask: Tensor, inputs: dict[int, Tensor]
 ) -> dict[int, Tensor]:
-    """Return a mask of each input's entries on which the samples ``which`` depend."""
+    """Return a mask of each input's entries on which samples in ``mask`` depend."""
     generator = torch.Generator().manual_seed(0)
     gradients: dict[int, Tensor] = {}
     for number, layout in layouts.items():
         metadata = user._input_metadata[number]
         n_entries = math.prod(metadata.shape)
         own = layout.owners_of_blocks(layout.stride, n_entries // layout.stride)
-        chosen = (which[own] & (own >= 0)).repeat_interleave(layout.stride)
+        chosen = (mask[own] & (own >= 0)).repeat_interleave(layout.stride)
         random = 1 + torch.rand(n_entries, generator=generator)
         gradient = torch.where(chosen, random, 0).view(shape_of(user, number))
         gradients[number] = gradient.to(metadata.device, metadata.dtype)

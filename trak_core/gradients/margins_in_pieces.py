@@ -77,7 +77,8 @@ def margins_of_tokens(hidden: Tensor, labels: Tensor, head: Head) -> tuple[Tenso
 
     Margins equal those of ``model_outputs.supervised.margin`` up to rounding. ``hidden``, shape
     (batch, tokens, d), are the inputs of the last layer ``head``. Labels and both results have
-    shape (batch, tokens). Logits are computed for one token, or in pieces of ``max_piece_entries``.
+    shape (batch, tokens). At most ``max_piece_entries`` logits, or those of one token, are computed
+    at a time.
     """
     bias = None if head.bias is None else head.bias.detach()
     fixed = Head(head.weight.detach(), bias, head.functions)
@@ -197,7 +198,7 @@ class MarginFactors(Contribution):
                 hidden = self.rows.hidden[tokens]
                 for i in range(n_each):
                     factors = self.gradients[i, sample, part, None].to(slopes.dtype)
-                    # ``total`` is at least float32, so that the sum over pieces loses no digits.
+                    # The sum over pieces is in the dtype of ``total``, which is at least float32.
                     total[i, sample] += (slopes * factors).T @ hidden
         return total.to(self.head.weight.dtype).reshape(self.n_rows, -1)
 
