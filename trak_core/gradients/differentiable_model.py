@@ -254,18 +254,17 @@ def _with_gap(node: Node, gradients: Sequence[Tensor]) -> tuple[Tensor, ...] | N
 
 
 def _may_be_confused(gradient: Tensor, saved: object) -> bool:
-    first, last = _dense_formats(gradient)
+    formats = _dense_formats(gradient)
     if not isinstance(saved, Tensor):
-        return first != last
-    saved_first, saved_last = _dense_formats(saved)
-    differ = not ((first and saved_first) or (last and saved_last))
-    return differ and (first or last) and (saved_first or saved_last)
+        return len(formats) == 1
+    others = _dense_formats(saved)
+    return bool(formats and others) and formats.isdisjoint(others)
 
 
-def _dense_formats(tensor: Tensor) -> tuple[bool, bool]:
-    """Return whether a tensor is dense in channels-first order, and in channels-last order.
+def _dense_formats(tensor: Tensor) -> set[str]:
+    """Return the memory formats, "first" and "last" for the channels, in which a tensor is dense.
 
-    Outside of vmap, ``Tensor.is_contiguous`` returns the same.
+    ``Tensor.is_contiguous`` tests the same, but not under vmap.
     """
 
     def is_dense(order: Sequence[int]) -> bool:
@@ -274,4 +273,5 @@ def _dense_formats(tensor: Tensor) -> tuple[bool, bool]:
         return [tensor.stride(dim) for dim in dims] == expected
 
     dims = range(tensor.ndim)
-    return is_dense(dims), tensor.ndim > 3 and is_dense([0, *dims[2:], 1])
+    orders = {"first": [*dims]} | ({"last": [0, *dims[2:], 1]} if tensor.ndim > 3 else {})
+    return {name for name, order in orders.items() if is_dense(order)}

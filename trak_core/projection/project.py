@@ -1,4 +1,4 @@
-"""Project gradients on the device on which they are, and map vectors back to gradients."""
+"""Project gradients on the CPU or GPU that stores them, and map vectors back to gradients."""
 
 import itertools
 from collections.abc import Sequence

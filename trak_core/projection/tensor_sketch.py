@@ -115,7 +115,7 @@ def _has_kernels(device: torch.device) -> bool:
 
 
 def _pieces_on(device: torch.device) -> tuple[int, int]:
-    """Return the most numbers to transform in a call, for one and for several parameters."""
+    """Return how many numbers one call may transform, for one and for several parameters."""
     if device.type != "cuda":
         most = _PIECE if _has_kernels(device) else _PIECE_OF_GPU
         return most, most
@@ -319,11 +319,11 @@ class OuterProducts:
 class Contractions:
     """Compute inner products of given vectors with the sketches of single tokens' gradients.
 
-    A token's gradient is an outer product a_t b_t^T. It is sketched once for all vectors. Let X, Y
-    and V be the Fourier transforms of its count sketches x and y and of a vector v. Then Parseval's
-    theorem gives <sketch, v> = Re <X Y, V> / k. As x, y and v are real, half of the frequencies
-    suffice. One matrix product computes the results for all tokens and vectors of a sample. The
-    error of a result is at most 1e-6 |a_t| |b_t| |v|.
+    A token's gradient is an outer product a_t b_t^T, which is sketched once for all vectors. Let X,
+    Y and V be the Fourier transforms of the count sketches x of a_t and y of b_t, and of a vector
+    v. Then Parseval's theorem gives <sketch, v> = Re <X Y, V> / k. As x, y and v are real, half of
+    the frequencies suffice. One matrix product computes the results for all tokens and vectors of a
+    sample. The error of a result is at most 1e-6 |a_t| |b_t| |v|.
 
     Attributes:
         vectors: Shape (m, k), float32.

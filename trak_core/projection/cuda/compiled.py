@@ -34,7 +34,7 @@ from trak_core.errors import InputError
 from trak_core.projection.cuda.variants import Kernel
 from trak_core.runtime.files import atomic_write
 
-# Largest number of arguments of a kernel. An array counts as seven, a tuple as its length.
+# Largest number of arguments of a kernel. An array counts as seven, and a tuple as its length.
 _MOST_ARGUMENTS = 64
 _COMPILERS = (
     *("numba-cuda", "numba", "nvidia-nvvm", "nvidia-nvjitlink"),  # CUDA 13

@@ -45,7 +45,7 @@ def capability_of(device: torch.device) -> tuple[int, int]:
         least, present = ("{}.{}".format(*c) for c in (LEAST_CAPABILITY, capability))
         raise InputError(
             f"To project on a GPU, its compute capability must be at least {least}. The GPU "
-            f"{name_of(device)} has {present}. {INSTEAD}",
+            f"{name_of(device)} has capability {present}. {INSTEAD}",
             code="projection.capability",
         )
     return capability
