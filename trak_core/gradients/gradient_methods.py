@@ -171,8 +171,8 @@ def gradients_in_turn(
     return [torch.cat(column) for column in zip(*columns, strict=True)]
 
 
-# To save memory, a gradient with more bytes than this is not computed as a whole, but for about
-# ``_GROUPS`` groups of parameters, one after another.
+# To save memory, a gradient with more bytes than this is computed in parts, for about ``_GROUPS``
+# groups of parameters, one after another.
 _WHOLE_BYTES = 2**28
 _GROUPS = 8
 
