@@ -49,8 +49,8 @@ def _text(attribute: Any) -> Any:
 class Artifact:
     """A file to read. ``open_artifact`` checks the metadata and returns the file.
 
-    An artifact opens its file when values are read. Only the 64 files that were read last stay
-    open, because an open HDF5 file takes 0.8 MB, and most systems allow 1,024 open files a process.
+    The file is opened when values are read. Only the 64 files that were read last stay open,
+    because an open HDF5 file takes 0.8 MB, and most systems allow a process 1,024 open files.
     """
 
     # The open files of all artifacts, in the order in which they were last used.
@@ -299,8 +299,8 @@ def read_frame(path: Path, key: str) -> tuple[np.ndarray, list[Any], list[Any]]:
     except Exception as error:  # If a file is damaged, h5py can raise errors of any type.
         raise ArtifactError(
             f"{path}: the file must be readable HDF5 with a complete frame {key!r} of finite "
-            "numbers. All row ids must be integers or all must be strings, and so must all column "
-            f"ids. Found: {first_line(error)}. Write the frame with `frame.to_hdf(path, "
+            "numbers. Row ids must be all integers or all strings, and so must column ids. Found: "
+            f"{first_line(error)}. Write the frame with `frame.to_hdf(path, "
             f"key={key!r}, format='fixed')`.",
             code="artifacts.frame",
         ) from error

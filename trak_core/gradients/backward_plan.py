@@ -141,9 +141,10 @@ def make_plan(
 def _layouts(
     graph: Graph, root: tuple[Node, int], layout: Layout
 ) -> tuple[dict[Node, dict[int, Layout]], bool]:
-    """Return the layouts of each split node's outputs, and whether the graph determines them.
+    """Return all outputs whose entries belong to single samples, with their layouts.
 
-    Otherwise, they also depend on values that operations have saved, such as indices.
+    Also return whether the graph determines the layouts. Otherwise, they also depend on values that
+    operations have saved, such as indices.
     """
     shared, is_one_sample = set(graph.parameters), layout.n_samples == 1
     # With a single sample, all entries of all tensors belong to this sample. Parameters and their

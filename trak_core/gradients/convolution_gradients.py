@@ -92,9 +92,9 @@ class Patches(Contribution):
         return torch.cat(parts, dim=2).flatten(0, 1).flatten(1)
 
     def _by_torch(self, first: int, last: int) -> Tensor:
-        """Return the gradients for output channels first, ..., last - 1, by torch's function.
+        """Return the gradients for output channels first, ..., last - 1, by ``torch.nn.grad``.
 
-        The function sums over samples, but not over groups. Therefore, the B samples are passed as
+        Its functions sum over samples, but not over groups. Therefore, the B samples are passed as
         the channels of one image, in a convolution with B x ``groups`` groups.
         """
         gradients, images = self.gradients[0, :, 0, first:last], self.images[:, 0]
@@ -161,7 +161,7 @@ class Patches(Contribution):
                     yield torch.bmm(own, inputs.repeat(c, 1, 1) if c > 1 else inputs).flatten(1)
 
     def _phases(self) -> Tensor:
-        """Return the phases of the padded input, shape (*stride, B, inputs, *size / stride)."""
+        """Return the padded input, split by stride, shape (*stride, B, inputs, *size / stride)."""
         images = self.images[:, 0]
         margins = [
             (pad, pad + -(size + 2 * pad) % step)

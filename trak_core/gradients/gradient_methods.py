@@ -134,7 +134,7 @@ def gradients_at_once(
     try:
         with suppress(GraphNeededError):
             return one_pass(keep_graph=False)
-        # After the ``with`` block, the error no longer keeps tensors of the first pass alive.
+        # After the ``with`` block, the GraphNeededError no longer keeps tensors of the pass alive.
         return one_pass(keep_graph=True)
     except UnreadableGraphError as error:  # raised before the consumer gets gradients
         if must:

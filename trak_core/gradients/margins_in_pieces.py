@@ -203,7 +203,7 @@ class MarginFactors(Contribution):
         return total.to(self.head.weight.dtype).reshape(self.n_rows, -1)
 
     def outers(self) -> Iterator[Outer]:
-        """Yield the terms of some tokens at a time, delta_t slopes_t h_t^T, as outer products."""
+        """Yield the terms delta_t slopes_t h_t^T for some tokens at a time, as outer products."""
         n_samples = self.gradients.shape[1]
         hidden = self.rows.hidden.view(n_samples, self.n_tokens, -1)
         numbers = torch.arange(len(self.rows.labels), device=hidden.device).view(n_samples, -1)
@@ -227,7 +227,7 @@ class BiasFactors(Dense):
     weight_factors: MarginFactors
 
     def outers(self) -> Iterator[Outer]:
-        """Yield the terms of some tokens at a time, delta_t slopes_t, as products with ones."""
+        """Yield the terms delta_t slopes_t for some tokens at a time, as products with ones."""
         for outer in self.weight_factors.outers():
             ones = outer.inputs.new_ones(*outer.inputs.shape[:2], 1)
             yield Outer(outer.gradients, ones, is_transposed=True)

@@ -226,7 +226,7 @@ def _padded_cat(tensors: Sequence[Tensor], longest: int | None, filling: int = 0
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """Properties of the shapes of several samples."""
+    """What the shapes of several samples have in common."""
 
     lengths: list[int]  # number of tokens of each text; empty if samples are not texts
     token_inputs: frozenset[str]  # names of the inputs that have one row for each label

@@ -435,7 +435,7 @@ def _past_moves(rows: Tensor, edge: Edge) -> tuple[Tensor, Node, int]:
 def _by_operation(
     node: Node, gradients: dict[int, Tensor], layouts: dict[int, Layout], indices: list[int]
 ) -> dict[int, Tensor]:
-    """Return gradients of a node's inputs, (C, B, *shape), by one derivative for each sample."""
+    """Return gradients of inputs, (C, B, *shape), by differentiating a node once per sample."""
     n_samples = next(iter(layouts.values())).n_samples
     like = next(iter(gradients.values()))
     n_each = len(like)

@@ -73,7 +73,7 @@ class RuleInput:
         return self.layout.owners_of_blocks(tail, math.prod(head)).view(head)
 
     def saved_dims(self, n_dims: int) -> set[int]:
-        """Return the dimensions in the saved argument ``dim``, or all ``n_dims`` dimensions."""
+        """Return which of ``n_dims`` dimensions the operation's argument ``dim`` selects."""
         saved = getattr(self.node, "_saved_dim", getattr(self.node, "_saved_dims", None))
         values = range(n_dims) if saved is None else saved if isinstance(saved, tuple) else (saved,)
         return {_signed(v) % n_dims for v in values} or set(range(n_dims))

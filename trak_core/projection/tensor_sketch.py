@@ -115,7 +115,7 @@ def _has_kernels(device: torch.device) -> bool:
 
 
 def _pieces_on(device: torch.device) -> tuple[int, int]:
-    """Return how many numbers one call may transform, for one and for several parameters."""
+    """Return the most numbers in a transform, for one parameter and for several together."""
     if device.type != "cuda":
         most = _PIECE if _has_kernels(device) else _PIECE_OF_GPU
         return most, most

@@ -68,9 +68,9 @@ class _Kernel:
 
     call: Callable[..., None]  # a function with the arguments of ``rademacher_slice_cpu``
     length: int  # number of coordinates in a slice, which is enough work for a thread
-    # Smallest number of samples in a share. Each share computes R again, so small shares are slow.
+    # Smallest number of samples in a call. Each call computes R again, so small calls are slow.
     least_samples: int
-    # Largest number of samples in a share, whose gradients and sums still fit into the caches.
+    # Largest number of samples in a call, whose gradients and sums still fit into the caches.
     most_samples: int
 
 
