@@ -17,7 +17,7 @@ dimension with another index, or be gathered by indices.
 
 import math
 import operator
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -164,15 +164,15 @@ def signature(root: Node, parameters: Sequence[Tensor]) -> tuple[list[Node], Has
     return nodes, tuple(parts)
 
 
-def trace(roots: Iterable[Node], parameters: Collection[Tensor]) -> Graph:
-    """Return the part of the graph below ``roots`` that leads to ``parameters``."""
+def trace(root: Node, parameters: Collection[Tensor]) -> Graph:
+    """Return the part of the graph below ``root`` that leads to ``parameters``."""
     index = {id(parameter): i for i, parameter in enumerate(parameters)}
     leaves: dict[Node, int] = {}
     edges: dict[Node, list[Edge]] = {}
     finished: list[Node] = []  # each node comes before its users
     seen: set[Node] = set()
     # Recursive calls would exceed Python's recursion limit for the graph of a recurrent network.
-    stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
+    stack: list[tuple[Node, bool]] = [(root, False)]
     while stack:
         node, is_expanded = stack.pop()
         if not is_expanded:

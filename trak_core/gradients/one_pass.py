@@ -224,7 +224,7 @@ class GraphNeededError(Exception):
 def by_rows(consumer: Consumer, output: Tensor, parameters: Sequence[Tensor]) -> None:
     """Pass the gradients of all entries of ``output``, in row-major order, to the consumer."""
     edge = get_gradient_edge(output)
-    reached = [parameters[i] for i in trace([edge.node], parameters).parameters.values()]
+    reached = [parameters[i] for i in trace(edge.node, parameters).parameters.values()]
     if reached and output.numel():
         rows = torch.eye(output.numel(), dtype=output.dtype, device=output.device)
         take_rows(consumer, [edge], [rows.view(-1, *output.shape)], reached, {})
@@ -260,7 +260,7 @@ def plan_of(output: Tensor, parameters: Sequence[Tensor], dim: int) -> Plan:
     key = signed, edge.output_nr, stride, n_samples
     plan = _PLANS.get(key)
     if plan is None:
-        graph = trace([edge.node], parameters)
+        graph = trace(edge.node, parameters)
         of_modules = any(node.name() == "BackwardHookFunctionBackward" for node in graph.order)
         if of_modules or any(parameters[i]._backward_hooks for i in graph.parameters.values()):
             raise UnreadableGraphError(
