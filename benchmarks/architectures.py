@@ -12,9 +12,8 @@ a batch of one.
 
 The error is the largest difference, relative to the largest entry of the sample's gradient. If it
 exceeds 1e-5, the comparison is repeated in float64, because a rounding error in float32 can change
-the sign of a ReLU's input, which changes autograd's gradients too. CPU seconds (with ``--device
-cuda`` wall seconds) are measured for the chosen method and for one sample at a time. The script
-prints a Markdown table, and --csv writes a row for each model.
+the sign of a ReLU's input, which changes autograd's gradients too. The script prints a Markdown
+table, and --csv writes a row for each model.
 """
 
 import argparse
@@ -31,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shared import environment, seconds_now, write_csv
+from shared import environment, write_csv
 from torch import Tensor, nn
 
 from trak_core.attribution.device import float32_precision
@@ -42,10 +41,8 @@ from trak_core.gradients import (
     formed_gradients,
     gradient_method,
     gradients_at_once,
-    gradients_in_turn,
     select_parameters,
 )
-from trak_core.gradients.gradient_consumers import Digest
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING, SEQUENCE_TO_SEQUENCE
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.model_outputs.supervised import CLASSIFICATION
@@ -87,13 +84,7 @@ SMALL: dict[str, Any] = {
     **{"expert_layer_offset": 1, "mamba_d_state": 4, "mamba_n_heads": 8, "mamba_d_head": 8},
     **{"mamba_n_groups": 1, "use_mamba_kernels": False, "attention_window": 4, "block_size": 4},
     **{"n_shared_experts": 1, "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1},
-    **{
-        "hidden_size_per_head": 8,
-        "image_size": 32,
-        "patch_size": 8,
-        "num_labels": 3,
-        "use_cache": False,
-    },
+    **{"hidden_size_per_head": 8, "image_size": 32, "patch_size": 8, "use_cache": False},
     **{"attention_window_size": 8, "word_embed_proj_dim": 32, "query_pre_attn_scalar": 8},
     **{"sliding_window": 4, "num_buckets": 8, "max_relative_positions": 8, "n_mlp_layers": 2},
     **{"pad_token_id": 1, "bos_token_id": 1, "eos_token_id": 2, "conv_kernel": 3},
@@ -101,45 +92,32 @@ SMALL: dict[str, Any] = {
 }
 OWN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 4},
-    "deepseek_v2": {"head_dim": 4, "qk_rope_head_dim": 4, "num_key_value_heads": 4},
-    "deepseek_v3": {"head_dim": 4, "qk_rope_head_dim": 4, "num_key_value_heads": 4},
+    "deepseek_v2": {"head_dim": 4, "num_key_value_heads": 4},
+    "deepseek_v3": {"head_dim": 4, "num_key_value_heads": 4},
     "zamba2": {
-        "layers_block_type": ["mamba", "hybrid"],
-        "hybrid_layer_ids": [1],
+        **{"layers_block_type": ["mamba", "hybrid"], "hybrid_layer_ids": [1]},
         "num_mem_blocks": 1,
     },
-    "deit": {"image_size": 32, "patch_size": 8},
-    "mamba2": {"num_heads": 8, "hidden_size": 32},
+    "mamba2": {"num_heads": 8},
     "bamba": {"attn_layer_indices": [1]},
     "xlnet": {"d_inner": 48},
     "qwen3_next": {"layer_types": ["linear_attention", "full_attention"]},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "recurrent_gemma": {"num_hidden_layers": 3},
-    "roformer": {"embedding_size": 32},
-    "convbert": {"embedding_size": 32, "head_ratio": 2},
+    "convbert": {"head_ratio": 2},
     "funnel": {"block_sizes": [1, 1], "d_head": 8, "num_decoder_layers": 1},
     "big_bird": {"attention_type": "original_full"},
     "longformer": {"attention_window": [4, 4], "pad_token_id": 1},
     "convnext": {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1], "patch_size": 4},
-    "convnextv2": {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1], "patch_size": 4},
     "resnet": {"hidden_sizes": [8, 16], "depths": [1, 1], "embedding_size": 8},
     "regnet": {"hidden_sizes": [8, 16], "depths": [1, 1], "embedding_size": 8, "groups_width": 4},
     "swin": {
-        "embed_dim": 8,
-        "depths": [1, 1],
-        "num_heads": [2, 2],
-        "window_size": 4,
-        "patch_size": 2,
-    },
-    "swinv2": {
-        "embed_dim": 8,
-        "depths": [1, 1],
-        "num_heads": [2, 2],
-        "window_size": 4,
+        **{"embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4},
         "patch_size": 2,
     },
     "focalnet": {"embed_dim": 8, "depths": [1, 1], "focal_levels": [2, 2], "patch_size": 4},
 }
+OWN |= {"convnextv2": OWN["convnext"], "swinv2": OWN["swin"]}
 _WAVES: dict[str, Any] = {
     **{"hidden_size": 32, "conv_dim": [16, 16], "conv_stride": [5, 4], "conv_kernel": [10, 4]},
     **{"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4, "tdnn_dim": [16]},
@@ -147,15 +125,11 @@ _WAVES: dict[str, Any] = {
     **{"tdnn_dilation": [1], "squeeze_factor": 2, "conv_depthwise_kernel_size": 3},
 }
 for _name in ("wav2vec2", "hubert", "wavlm", "unispeech", "unispeech-sat", "sew", "sew-d"):
-    OWN[_name] = dict(_WAVES)
+    OWN[_name] = _WAVES
 OWN["data2vec-audio"] = _WAVES | {"conv_pos_kernel_size": 3, "num_conv_pos_embeddings": 2}
-OWN["wav2vec2-conformer"] = dict(_WAVES)
+OWN["wav2vec2-conformer"] = _WAVES
 OWN["audio-spectrogram-transformer"] = {"max_length": 32, "num_mel_bins": 16, "patch_size": 8}
-OWN["whisper"] = {
-    **{"num_mel_bins": 16, "max_source_positions": 20, "max_target_positions": 20},
-    **{"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "d_model": 32},
-    **{"decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48},
-}
+OWN["whisper"] = {"num_mel_bins": 16, "max_source_positions": 20, "max_target_positions": 20}
 _TOWER: dict[str, Any] = {
     **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": N_WORDS},
     **{"num_attention_heads": 4, "projection_dim": 16, "image_size": 32, "patch_size": 8},
@@ -186,8 +160,6 @@ class Row:
         error: The largest difference from autograd, relative to the largest entry; NaN if there are
             no gradients.
         exact_error: The same error in float64 if ``error`` exceeds 1e-5, else NaN.
-        milliseconds: The time of the chosen method for the batch.
-        in_turn: The time in milliseconds for the batch, one sample at a time.
         reason: The message that explains ``way``.
     """
 
@@ -197,8 +169,6 @@ class Row:
     way: str
     error: float = math.nan
     exact_error: float = math.nan
-    milliseconds: float = math.nan
-    in_turn: float = math.nan
     reason: str = ""
 
 
@@ -207,16 +177,13 @@ def of_transformers(name: str) -> Case:
     import transformers
 
     known = transformers.AutoConfig.for_model(name).to_dict()
-    settings = {key: value for key, value in SMALL.items() if key in known} | OWN.get(name, {})
+    own = OWN.get(name, {})
     settings = {
-        key: value for key, value in settings.items() if value is not None or key[-3:] == "_id"
+        key: value
+        for key, value in ({k: v for k, v in SMALL.items() if k in known} | own).items()
+        if value is not None
+        if key in own or not isinstance(known[key], list)
     }
-    if name in NAMES["lookers"] + NAMES["listeners"]:
-        settings = {
-            k: v
-            for k, v in settings.items()
-            if k in OWN.get(name, {}) or not isinstance(known[k], list)
-        }
     if isinstance(known.get("layer_types"), list) and "layer_types" not in settings:
         settings["layer_types"] = known["layer_types"][: settings.get("num_hidden_layers", 2)]
     config = transformers.AutoConfig.for_model(name, **settings)
@@ -343,18 +310,6 @@ def gradients_of(case: Case, method: GradientMethod) -> Tensor:
     return torch.cat([g.reshape(len(g), -1) for g in formed.gradients.values()], 1)
 
 
-def milliseconds_of(case: Case, method: GradientMethod) -> float:
-    """Return the time of the second of two calls, whose gradients are only hashed."""
-    parameters = select_parameters(case.model, None)
-    device = case.batch.labels.device.type
-    milliseconds = 0.0
-    for _ in range(2):
-        digest, start = Digest.zeros(parameters, len(case.batch)), seconds_now(device)
-        method(case.model, parameters, case.output, case.batch, digest)
-        milliseconds = 1e3 * (seconds_now(device) - start)
-    return milliseconds
-
-
 def worst(found: Tensor, expected: list[Tensor]) -> float:
     """Return the largest difference, relative to the largest entry of the sample's gradient."""
     pairs = zip(found.double(), expected, strict=True)
@@ -386,24 +341,20 @@ def judged(package: str, name: str, make: Callable[[str], Case], device: str) ->
             found = gradients_of(case, method)
         error = worst(found, expected)
         exact_error = worst(gradients_of(exact, method), expected) if error > 1e-5 else math.nan
-        del found
-        milliseconds = milliseconds_of(case, method)
-        in_turn = milliseconds_of(case, gradients_in_turn)
     except Exception as error:
         return Row(package, name, size, "refused", reason=_in_short(error))
     way = "one pass" if method is gradients_at_once else "one by one"
     reason = said.getvalue().partition("; it ")[2].partition(". Gradients ")[0]
-    return Row(package, name, size, way, error, exact_error, milliseconds, in_turn, reason)
+    return Row(package, name, size, way, error, exact_error, reason)
 
 
 def rows_of(names: list[str], device: str) -> Iterator[Row]:
     """Yield the rows of the named models, or of all models if no name is given."""
-    groups = [
-        ("transformers", [name for group in FAMILIES for name in NAMES[group]], of_transformers)
-    ]
-    groups += [("timm", NAMES["timm"], of_timm)]
-    groups += [("torchvision", NAMES["torchvision"], of_torchvision)]
-    for package, known, make in groups:
+    for package, known, make in (
+        ("transformers", [name for group in FAMILIES for name in NAMES[group]], of_transformers),
+        ("timm", NAMES["timm"], of_timm),
+        ("torchvision", NAMES["torchvision"], of_torchvision),
+    ):
         for name in known:
             if not names or name in names or package in names:
                 yield judged(package, name, make, device)
@@ -423,8 +374,7 @@ def main() -> None:
         for row in rows_of(arguments.models, arguments.device):
             rows.append(row)
             errors = f"{row.error:.0e} ({row.exact_error:.0e} in float64)"
-            times = f"{row.milliseconds:.0f} ms ({row.in_turn:.0f} one by one)"
-            line = f"{row.package} {row.model}: {row.way}, {errors}, {times}; {row.reason}"
+            line = f"{row.package} {row.model}: {row.way}, {errors}; {row.reason}"
             print(line.replace("\n", " "), file=sys.stderr, flush=True)
     ways = "one pass", "one by one", "refused", "not built"
     print(f"| package | {' | '.join(ways)} | worst error | in float64 |")

@@ -2,15 +2,14 @@
 
     python benchmarks/board.py --folder board --size small --peers /tmp/peers
     python benchmarks/board.py --folder board-1 --size small --seed 1 --peers /tmp/peers
-    python benchmarks/board.py --folder board-night --text manual+docstrings --cores 2 --hours 9
+    python benchmarks/board.py --folder evening --size evening --text manual --cores 2
 
-A small GPT-2 is trained on pieces of docstrings, of Python's manual or of licences. 50 pieces are
-held out as questions. The model is retrained with 1, 10 and 50 % of the pieces dropped, with the
-same initial weights and order, and with the weights and orders of two other seeds. The LDS of a
-method is Spearman's correlation between predicted and actual log p of a question over drops,
-averaged over questions. All results are stored as files in the folder, so a second start continues
-where the first stopped. With --hours, no training starts after that time, and the table shows the
-results so far.
+A small GPT-2 is trained on pieces of docstrings or of Python's manual. 50 pieces are held out as
+questions. The model is retrained with 1, 10 and 50 % of the pieces dropped, with the same initial
+weights and order, and with the weights and orders of two other seeds. The LDS of a method is
+Spearman's correlation between predicted and actual log p of a question over drops, averaged over
+questions. All results are stored as files in the folder, so a second start continues where the
+first stopped.
 
 All methods are compared on the same drops, so differences between rows are paired. Intervals are 95
 % bootstrap intervals over drops and questions. The first output tests whether drops are large
@@ -26,17 +25,17 @@ import argparse
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 import yaml
 from board_scores import OURS, all_scores, drawn_scores
-from board_study import DROPS, SIZES, Board, Size, Training, board, trainings
+from board_study import DROPS, SIZES, TEXTS, Board, Size, Training, board, trainings
 from shared import environment, write_csv
 
 from trak_core.evaluation.intervals import interval
@@ -61,25 +60,18 @@ class Row:
     below_ours_high: float
 
 
-def _train(size: Size, text: str, one: Training, folder: Path) -> str:
+def _train(size: Size, text: str, folder: Path, one: Training) -> str:
     torch.set_num_threads(1)
     one.run(board(size, text), folder)
     return one.name
 
 
-def train_missing(size: Size, text: str, folder: Path, cores: int, end: float) -> None:
-    """Run the trainings that have no file yet, and start none after ``end``."""
+def train_missing(size: Size, text: str, folder: Path, cores: int) -> None:
+    """Run the trainings that have no file yet."""
     missing = [one for one in trainings(size) if not (folder / f"{one.name}.npz").exists()]
-    running: set[Future[str]] = set()
     with ProcessPoolExecutor(cores) as pool:
-        for one in missing:
-            if time.time() > end:
-                break
-            running.add(pool.submit(_train, size, text, one, folder))
-            if len(running) == cores:
-                done, running = wait(running, return_when=FIRST_COMPLETED)
-                for other in done:
-                    print(f"{other.result()} of {len(missing)}", file=sys.stderr, flush=True)
+        for name in pool.map(partial(_train, size, text, folder), missing):
+            print(f"{name} of {len(missing)}", file=sys.stderr, flush=True)
 
 
 def check_folder(folder: Path, size: Size, text: str) -> None:
@@ -203,10 +195,9 @@ def main() -> None:
     """Run the missing trainings, compute the missing scores, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--folder", type=Path, required=True, help="folder of all results")
-    parser.add_argument("--text", default="docstrings", help="docstrings, manual, licences, a+b")
-    parser.add_argument("--size", default="night", choices=SIZES, help="of texts and model")
+    parser.add_argument("--text", default="docstrings", choices=TEXTS)
+    parser.add_argument("--size", default="small", choices=SIZES, help="of texts and model")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, orders and drops")
-    parser.add_argument("--hours", type=float, default=12, help="the last training starts by then")
     parser.add_argument("--cores", type=int, default=1, help="trainings at once")
     parser.add_argument("--peers", type=Path, help="other packages' environments, by name")
     parser.add_argument("--draws", type=int, nargs="*", default=[], help="numbers of drawn labels")
@@ -217,8 +208,7 @@ def main() -> None:
     size = replace(SIZES[asked.size], seed=asked.seed)
     check_folder(asked.folder, size, asked.text)
     torch.set_num_threads(1)
-    end = time.time() + 3600 * asked.hours
-    train_missing(size, asked.text, asked.folder, asked.cores, end)
+    train_missing(size, asked.text, asked.folder, asked.cores)
     about: Board = board(size, asked.text)
     machine = environment("cpu", ("torch", "transformers", "scikit-learn", "numpy"))
     print(machine)
@@ -230,7 +220,7 @@ def main() -> None:
         sys.exit(f"--baseline must be one of {list(scores)}, but it is {asked.baseline!r}")
     rows = table(scores, known, baseline=asked.baseline)
     if not rows:
-        sys.exit("no kind of drops has enough trainings yet: run this again with more --hours")
+        sys.exit("no kind of drops has effects that are large enough")
     print(f"baseline: {asked.baseline}")
     show(rows)
     if asked.csv is not None:

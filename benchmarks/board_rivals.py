@@ -2,11 +2,27 @@
 
     PYTHONPATH=. /tmp/peers/kronfluence/bin/python benchmarks/board_rivals.py kronfluence --folder f
 
-benchmarks/peers.py describes the environments. The environment of kronfluence contains kronfluence
-and this project's version of torch. Each package gets the end of run 0 and all training pieces.
-GPT-2's ``Conv1D`` is rewritten as ``nn.Linear``, except for bergson. Only attention and MLPs are
-used, as in the packages' examples. All other settings are defaults. Scores are written to files in
-the folder, with the package's version.
+Each package has its own environment in /tmp/peers, for Python 3.11:
+
+    for peer in kronfluence bergson dattri logix; do
+      python3 -m venv $peer
+      $peer/bin/python -m pip install torch==2.13.0+cpu transformers==5.23.0
+    done
+    kronfluence/bin/python -m pip install kronfluence==1.0.1
+    bergson/bin/python -m pip install bergson==2.5.1
+    bergson/bin/python -m pip uninstall --yes torchvision torchaudio
+    dattri/bin/python -m pip install dattri==0.3.0
+    logix/bin/python -m pip install einops pyyaml tqdm
+    logix/bin/python -m pip install --no-deps --ignore-requires-python logix-ai==0.1.1
+
+bergson requires torchvision and torchaudio. PyPI's builds of both are for CUDA, and with a CPU
+build of torch they break the import of transformers. LogIX's metadata excludes Python 3.11, but its
+code works. dattri calls ``torch.compile``, which needs a C++ compiler.
+
+Each package gets the end of run 0 and all training pieces. GPT-2's ``Conv1D`` is rewritten as
+``nn.Linear``, except for bergson. Only attention and MLPs are used, as in the packages' examples.
+All other settings are defaults. Scores are written to files in the folder, with the package's
+version.
 """
 
 import argparse
@@ -25,27 +41,11 @@ os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 import numpy as np
 import torch
 from board_study import Board, board_in, losses, make_model, save, written
-from peers import layers_of, with_linear_layers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from transformers.pytorch_utils import Conv1D
 
 _CHUNK, _SIDE = 50, 16
-_EK_FAC = ["--method", "kfac", "--hessian_cfg.ev_correction", "true"]
-_CG = [*_EK_FAC, "--solver", "cg", "--num_steps", "20"]
-# On a CPU, bergson's conjugate gradients write into gradients that it mapped read-only, and crash
-# with signal 11. With this module, such maps are copy-on-write.
-_COPIED_WHERE_WRITTEN = """
-import numpy
-
-
-class memmap(numpy.memmap):
-    def __new__(cls, *arguments, mode="r+", **named):
-        mode = "c" if mode == "r" else mode
-        return super().__new__(cls, *arguments, mode=mode, **named)
-
-
-numpy.memmap = memmap
-"""
 Scores = dict[str, np.ndarray]
 
 
@@ -58,8 +58,14 @@ def _model(about: Board, folder: Path) -> Any:
 
 def _linear(about: Board, folder: Path) -> tuple[Any, list[str]]:
     """Return the model with ``nn.Linear`` layers, and the names of the layers that are used."""
-    model = with_linear_layers(_model(about, folder)).eval()
-    return model, [f"transformer.{name}" for name in layers_of(model.transformer)]
+    model = _model(about, folder)
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, Conv1D)}
+    for name, old in layers.items():
+        inputs, outputs = old.weight.shape
+        new = nn.Linear(inputs, outputs)
+        new.weight.data, new.bias.data = old.weight.data.T.contiguous(), old.bias.data
+        model.set_submodule(name, new)
+    return model.eval(), [*layers]
 
 
 def kronfluence(about: Board, folder: Path, work: Path) -> Scores:
@@ -156,20 +162,19 @@ def logix(about: Board, folder: Path, work: Path) -> Scores:
     run.add_lora()
     run.setup({"grad": ["log", "covariance"]})
 
-    def logged(tokens: Tensor, first: int, *, kept: bool) -> Any:
+    def log(tokens: Tensor, first: int) -> None:
         with run(data_id=[str(first + i) for i in range(len(tokens))]):
             model.zero_grad()
             losses(model, tokens).sum().backward()
-        return run.get_log(copy=True) if not kept else None
 
     run.save(enable=True)
     for i in range(0, len(about.train), _CHUNK):
-        logged(about.train[i : i + _CHUNK], i, kept=True)
+        log(about.train[i : i + _CHUNK], i)
     run.finalize()
     loader = run.build_log_dataloader(batch_size=_CHUNK)
     run.eval()
-    log = logged(about.asked, 0, kept=False)
-    made = run.compute_influence_all(log, loader)
+    log(about.asked, 0)
+    made = run.compute_influence_all(run.get_log(copy=True), loader)
     order = np.argsort([int(i) for i in made["tgt_ids"]])
     return {"LoGra 16 x 16": made["influence"].float().numpy()[:, order].T}
 
@@ -195,24 +200,18 @@ def bergson(about: Board, folder: Path, work: Path) -> Scores:
         lines = [{"text": " ".join(f"w{i}" for i in one)} for one in tokens.tolist()]
         text = "\n".join(json.dumps(line) for line in lines)
         (work / f"{split}.jsonl").write_text(text + "\n")
-    (work / "sitecustomize.py").write_text(_COPIED_WHERE_WRITTEN)
     program = str(Path(sys.executable).with_name("bergson"))
     common = ["--model", str(place), "--data.dataset", str(work / "train.jsonl")]
     common += ["--query.dataset", str(work / "asked.jsonl"), "--query.aggregation", "none"]
     found = {}
     for name, words_of in {
-        "EK-FAC": ["ekfac", *_EK_FAC],
+        "EK-FAC": ["ekfac", "--method", "kfac", "--hessian_cfg.ev_correction", "true"],
         "TrackStar, p = 16": ["trackstar"],
-        "TrackStar, p = 64": ["trackstar", "--projection_dim", "64"],
-        "EK-FAC and 20 steps of CG": ["ekfac", *_CG],
-        "EK-FAC and 20 steps of CG over 128 pieces": [
-            *("ekfac", *_CG, "--astra.batch_size", "128", "--micro_batch_size", "128")
-        ],
     }.items():
         run = work / name.replace(" ", "-")
         if not (run / "scores").exists():
             command = [program, words_of[0], str(run), *common, *words_of[1:], "--overwrite"]
-            done = subprocess.run(command, check=False, env=os.environ | {"PYTHONPATH": str(work)})
+            done = subprocess.run(command, check=False)
             if done.returncode:
                 print(f"{name}: bergson ended with {done.returncode}", file=sys.stderr)
                 continue

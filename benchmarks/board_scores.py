@@ -5,7 +5,7 @@ projection is named.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 import torch
 from board_study import TIMES, Board, losses, make_model, save, written
-from text_scores import Way, bm25, cosines, features, tf_idf
+from text_scores import Way, bm25, cosines, tf_idf
 from torch import Tensor, nn
 
 from trak_core import Attributor
+from trak_core.attribution.project_gradients import Features
 from trak_core.gradients import as_batch, formed_gradients, gradients_at_once, select_parameters
-from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING, TOKEN_LOG_ODDS
-from trak_core.model_outputs.model_output import ModelOutput
-from trak_core.settings import ProjectionKind
+from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
+from trak_core.settings import ProjectionKind, ProjectionSpec
 
 _CHUNK, _MOST_BYTES = 64, 1e9
-_DAMPINGS = 2.0, 0.3, 0.1, 0.03, 0.01
+_DAMPINGS = 2.0, 0.3, 0.1, 0.03
 OURS = "along a run, damping 0.1"
 Products = Mapping[str, np.ndarray]
 
@@ -37,8 +37,9 @@ def loaded(about: Board, folder: Path, run: str, at: float) -> tuple[nn.Module, 
     return model, kept["moments"]
 
 
-def _parts(about: Board, output: ModelOutput) -> list[Any]:
-    batch = as_batch({"input_ids": about.tokens, "labels": about.tokens}, output)
+def _parts(about: Board) -> list[Any]:
+    tokens = {"input_ids": about.tokens, "labels": about.tokens}
+    batch = as_batch(tokens, LANGUAGE_MODELLING)
     return [batch.rows(slice(i, i + _CHUNK)) for i in range(0, len(batch), _CHUNK)]
 
 
@@ -54,75 +55,61 @@ def _groups(chosen: Mapping[str, nn.Parameter], n: int) -> Iterator[dict[str, nn
     yield group
 
 
-def _kernels(
-    model: nn.Module, moments: Mapping[str, Tensor] | None, about: Board, output: ModelOutput
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return inner products of all gradients, those with Adam's ``moments`` if given, and f.
-
-    Rows and columns are all pieces.
-    """
+def _kernels(about: Board, folder: Path, run: str, at: float) -> Products:
+    """Return inner products of all pieces' gradients, without and with Adam's moments, and f."""
     n = len(about.tokens)
+    model, moments = loaded(about, folder, run, at)
     plain, adam, outputs = np.zeros((n, n)), np.zeros((n, n)), np.zeros(n)
-    parts = _parts(about, output)
+    parts = _parts(about)
     for group in _groups(select_parameters(model, None), n):
-        formed = [formed_gradients(gradients_at_once, model, group, output, x) for x in parts]
+        what = model, group, LANGUAGE_MODELLING
+        formed = [formed_gradients(gradients_at_once, *what, part) for part in parts]
         outputs = torch.cat([one.outputs for one in formed]).numpy()
-        for name, blocks in zip(
-            group, zip(*(x.blocks() for x in formed), strict=True), strict=True
-        ):
+        all_blocks = zip(*(x.blocks() for x in formed), strict=True)
+        for name, blocks in zip(group, all_blocks, strict=True):
             block = torch.cat(blocks)
             plain += (block @ block.T).numpy()
-            if moments is not None:
-                block /= moments[name].flatten().sqrt() + 1e-8
-                adam += (block @ block.T).numpy()
-    return plain, adam, outputs
+            block /= moments[name].flatten().sqrt() + 1e-8
+            adam += (block @ block.T).numpy()
+    return {"plain": plain, "adam": adam, "outputs": outputs}
 
 
-def products_of(about: Board, folder: Path, run: str, at: float, k: int | None) -> Products:
-    """Return one checkpoint's inner products for all pieces, read from their file if it exists.
+def _features(about: Board, folder: Path, run: str, k: int) -> Products:
+    """Return the features of the end of a run by a dense projection to k numbers, and log p."""
+    model, _ = loaded(about, folder, run, 1.0)
+    chosen = select_parameters(model, None)
+    spec = ProjectionSpec(
+        kind=ProjectionKind.RADEMACHER,
+        n_params=sum(p.numel() for p in chosen.values()),
+        proj_dim=k,
+        seed=0,
+        stream=100 * int(run.partition("-")[2]) + 10_100,
+    )
+    rows = []
+    for part in _parts(about):
+        sums = Features(chosen, spec, len(part), threads=1)
+        gradients_at_once(model, chosen, LANGUAGE_MODELLING, part, sums)
+        rows.append(sums.scaled().numpy())
+    with torch.no_grad():
+        outputs = -losses(model, about.tokens).numpy()
+    return {"features": np.concatenate(rows), "outputs": outputs}
 
-    If ``k`` is given, only the features of a dense projection are returned.
-    """
-    path = folder / f"products-{run}-{at}.npz"
+
+def _kept(path: Path, compute: Callable[[], Products]) -> Products:
+    """Return arrays from their file, which is written if it does not exist."""
     if not path.exists():
-        model, moments = loaded(about, folder, run, at)
-        parts = _parts(about, LANGUAGE_MODELLING)
-        stream = 100 * int(run.partition("-")[2]) + round(100 * at) + 10_000 * (k is not None)
-        if k is not None:
-            found = {"trak": features(model, parts, ProjectionKind.RADEMACHER, k, stream)}
-            with torch.no_grad():
-                found["outputs"] = -losses(model, about.tokens).numpy()
-        else:
-            plain, adam, outputs = _kernels(model, moments, about, LANGUAGE_MODELLING)
-            by_tokens, _, token_outputs = _kernels(model, None, about, TOKEN_LOG_ODDS)
-            with torch.no_grad():
-                hidden = model(input_ids=about.tokens, output_hidden_states=True).hidden_states
-            found = {
-                "plain": plain,
-                "adam": adam,
-                "outputs": outputs,
-                "by_tokens": by_tokens,
-                "token_outputs": token_outputs,
-                "means": hidden[-1].mean(dim=1).numpy(),
-                "dense": features(model, parts, ProjectionKind.RADEMACHER, 1024, stream),
-                "sketch": features(model, parts, ProjectionKind.TENSOR_SKETCH, 4096, stream),
-            }
-        written(path, lambda path: save(path, found))
+        made = compute()
+        written(path, lambda path: save(path, made))
     with np.load(path) as file:
         return dict(file)
 
 
-Share = Callable[[Products], np.ndarray]
-
-
-def of_ends(made: list[Products], n: int, damping: float) -> np.ndarray:
-    """Return TRAK's scores by the formula of its paper, plus a damping, shape (n, m)."""
+def of_ends(made: list[Products], n: int) -> np.ndarray:
+    """Return TRAK's scores by the formula of its paper, without damping, shape (n, m)."""
     shares = []
     for one in made:
-        phi, targets = one["trak"][:n].astype(float), one["trak"][n:].astype(float)
-        normal = phi.T @ phi
-        shift = damping * np.trace(normal) / n
-        shares.append(phi @ np.linalg.solve(normal + shift * np.eye(len(normal)), targets.T))
+        phi, targets = one["features"][:n].astype(float), one["features"][n:].astype(float)
+        shares.append(phi @ np.linalg.solve(phi.T @ phi, targets.T))
     # 1 - p, where p is the probability of a whole text, so this is nearly 1.
     weights = np.mean([-np.expm1(one["outputs"][:n].astype(float)) for one in made], axis=0)
     return weights[:, None] * np.mean(shares, axis=0)
@@ -130,55 +117,47 @@ def of_ends(made: list[Products], n: int, damping: float) -> np.ndarray:
 
 def all_scores(about: Board, folder: Path) -> dict[str, np.ndarray]:
     """Return scores by the names of their rows, each of shape (n, m)."""
-    n, m = about.size.texts, about.size.questions
+    n = about.size.texts
     runs = [f"run-{i}" for i in range(about.size.runs) if (folder / f"run-{i}.pt").exists()]
-    made = {(run, at): products_of(about, folder, run, at, None) for run in runs for at in TIMES}
-    first = {at: made["run-0", at] for at in TIMES}
+    made = {
+        (run, at): _kept(
+            folder / f"products-{run}-{at}.npz", partial(_kernels, about, folder, run, at)
+        )
+        for run, at in product(runs, TIMES)
+    }
+    first = [made["run-0", at] for at in TIMES]
 
-    def of(way: Way, what: str = "plain", outputs: str = "outputs") -> Share:
-        def share(one: Products) -> np.ndarray:
-            kernel = one[what] if one[what].shape[1] == n + m else one[what] @ one[what].T
-            return way.scores(kernel, one[outputs], n, m)
+    def mean(way: Way, chosen: Iterable[Products], kind: str = "plain") -> np.ndarray:
+        return np.mean([way.scores(one[kind], one["outputs"], n) for one in chosen], axis=0)
 
-        return share
-
-    def along(share: Share) -> np.ndarray:
-        return np.mean([share(one) for one in first.values()], axis=0)
-
-    k = round(0.89 * n)
-    halves = [f"half-{i}" for i in range(about.size.halves)]
-    ends = [products_of(about, folder, run, 1.0, k) for run in halves]
-    end = first[1.0]
-    cosine = Way(None, "both", power=0, is_unit_average=False)
     found = {}
     for damping in _DAMPINGS:
-        way = Way(damping)
-        found[f"along a run, damping {damping:g}"] = along(of(way))
-        found[f"its end, damping {damping:g}"] = of(way)(end)
-        name = f"damping {damping:g}"
-        found[f"along, token_log_odds, {name}"] = along(of(way, "by_tokens", "token_outputs"))
-        found[f"along, unit length, {name}"] = along(of(Way(damping, "before")))
-        found[f"along, Adam, {name}"] = along(of(way, "adam"))
-        found[f"along, Adam, unit length, {name}"] = along(of(Way(damping, "before"), "adam"))
-        found[f"along, rademacher, k = 1,024, {name}"] = along(of(way, "dense"))
-        found[f"along, tensor_sketch, k = 4,096, {name}"] = along(of(way, "sketch"))
+        way, name = Way(damping), f"damping {damping:g}"
+        found[f"along a run, {name}"] = mean(way, first)
+        found[f"along, unit length, {name}"] = mean(Way(damping, normalize=True), first)
+        found[f"along, Adam, {name}"] = mean(way, first, "adam")
+        found[f"its end, {name}"] = mean(way, first[-1:])
         if len(runs) > 1:
-            every = [of(way)(one) for one in made.values()]
-            found[f"along {len(runs)} runs, {name}"] = np.mean(every, axis=0)
-        if ends:
-            found[f"ends on 8 halves, k = {k}, {name}"] = of_ends(ends, n, damping)
-    if ends:
-        name = f"TRAK as the board runs it: ends on 8 halves, k = {k}, no damping"
-        found[name] = of_ends(ends, n, 0)
+            found[f"along {len(runs)} runs, {name}"] = mean(way, made.values())
+    if about.size.halves:
+        k = round(0.89 * n)
+        ends = [
+            _kept(
+                folder / f"features-half-{i}.npz", partial(_features, about, folder, f"half-{i}", k)
+            )
+            for i in range(about.size.halves)
+        ]
+        name = f"TRAK as the board runs it: ends on {len(ends)} halves, k = {k}, no damping"
+        found[name] = of_ends(ends, n)
+    dot = Way(None, power=1, is_unit_average=False)
     found |= {
-        "gradient dot, the end": of(Way(None, power=1, is_unit_average=False))(end),
-        "gradient dot, along": along(of(Way(None))),
-        "gradient cosine, the end": of(cosine)(end),
-        "gradient cosine, along": along(of(cosine)),
+        "gradient dot, the end": mean(dot, first[-1:]),
+        "gradient dot, along": mean(Way(None), first),
+        "gradient cosine, the end": cosines(first[-1]["plain"], n),
+        "gradient cosine, along": np.mean([cosines(one["plain"], n) for one in first], axis=0),
     }
     texts, asked = about.pieces[:n], about.pieces[n:]
-    found |= {"BM25": bm25(texts, asked), "TF-IDF": tf_idf(texts, asked)}
-    return found | {"embedding cosine, the end": cosines(end["means"], n, m)}
+    return found | {"BM25": bm25(texts, asked), "TF-IDF": tf_idf(texts, asked)}
 
 
 def drawn_scores(

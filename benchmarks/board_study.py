@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -27,10 +26,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import GPT2Config, GPT2LMHeadModel
 
-BATCH, _WARM_UP, DECAY = 64, 0.15, 0.01
-ADAM = 0.9, 0.999, 1e-8  # betas and epsilon
+_BATCH, _WARM_UP, _DECAY = 64, 0.15, 0.01
 TIMES = (0.25, 0.5, 0.75, 1.0)
-PERTURBED = 1e-4
+_PERTURBED = 1e-4
 DROPS = (1, 10, 50)  # per cent
 
 
@@ -87,10 +85,7 @@ SIZES = {
     "tiny": Size(120, 8, 24, 200, 16, 1, 6, 1e-3, 4, 0, 4, runs=1, halves=2),  # smoke test
     "small": Size(900, 50, 24, 600, 48, 2, 14, 1e-3, 32, 12, 6),
     "brief": Size(900, 50, 24, 600, 48, 2, 14, 1e-3, 24, 0, 4, runs=1, halves=0),
-    "few": Size(300, 50, 24, 600, 48, 2, 28, 1e-3, 24, 0, 4, runs=1, halves=0),
-    "tuned": Size(900, 50, 24, 600, 48, 2, 5, 5e-4, 24, 0, 4, 1, 0, tuned_from="manual"),
     "evening": Size(1700, 50, 32, 1000, 64, 3, 5, 5e-4, 20, 0, 4, 1, 0, tuned_from="docstrings"),
-    "night": Size(3000, 50, 32, 2000, 128, 4, 8, 1e-3, 80, 40, 20, runs=1),
 }
 
 
@@ -123,17 +118,7 @@ def _manual() -> list[str]:
     return "\n\n".join(topics[name] for name in sorted(topics)).split("\n\n")
 
 
-def _licences() -> list[str]:
-    found = []
-    for one in sorted(metadata.distributions(), key=lambda one: one.metadata["Name"].lower()):
-        for file in one.files or []:
-            if "licen" in file.name.lower():
-                path = Path(str(file.locate()))
-                found.append(path.read_text(encoding="utf-8", errors="replace"))
-    return found
-
-
-TEXTS = {"docstrings": _docstrings, "manual": _manual, "licences": _licences}
+TEXTS = {"docstrings": _docstrings, "manual": _manual}
 
 
 @dataclass(frozen=True)
@@ -147,7 +132,7 @@ class Board:
 
     @property
     def digest(self) -> str:
-        """A hash of the tokens. The texts depend on the versions of Python and its packages."""
+        """A hash of the tokens, which depend on the version of Python."""
         return hashlib.sha256(self.tokens.numpy().tobytes()).hexdigest()[:16]
 
     @property
@@ -169,14 +154,13 @@ def board(size: Size, text: str) -> Board:
     """
     found: dict[tuple[str, ...], None] = {}
     wanted = size.texts + size.questions
-    for name in text.split("+"):
-        for one in TEXTS[name]():
-            words = _words(one)
-            for start in range(0, len(words) - size.length + 1, size.length):
-                found[tuple(words[start : start + size.length])] = None
+    for one in TEXTS[text]():
+        words = _words(one)
+        for start in range(0, len(words) - size.length + 1, size.length):
+            found[tuple(words[start : start + size.length])] = None
     pieces = [list(piece) for piece in found][:wanted]
     if len(pieces) < wanted:
-        sys.exit(f"{text} has {len(pieces)} pieces, and {wanted} are needed: join texts with +")
+        sys.exit(f"{text} has {len(pieces)} pieces, and {wanted} are needed")
     order = np.random.default_rng(1).permutation(wanted)
     pieces = [pieces[i] for i in order]
     counts = Counter(word for piece in pieces[: size.texts] for word in piece)
@@ -193,7 +177,7 @@ def board_in(folder: Path) -> Board:
     text, digest = given.pop("text"), given.pop("digest")
     about = board(Size(**given), text)
     if about.digest != digest:
-        sys.exit("the texts differ: use the same Python, and the same packages for licences")
+        sys.exit("the texts differ: use the same version of Python")
     return about
 
 
@@ -215,26 +199,7 @@ def losses(model: Callable[..., Any], tokens: Tensor) -> Tensor:
     return each.view(len(tokens), -1).sum(1)
 
 
-def steps_of(size: Size) -> int:
-    """Return the number of steps of a training."""
-    return size.epochs * -(-size.texts // BATCH)
-
-
-def order_of(size: Size, seed: int) -> list[Tensor]:
-    """Return the pieces of each step, a new order in every epoch."""
-    generator = torch.Generator().manual_seed(seed)
-    epochs = [torch.randperm(size.texts, generator=generator) for _ in range(size.epochs)]
-    return [batch for epoch in epochs for batch in epoch.split(BATCH)]
-
-
-def rate_at(size: Size, step: int) -> float:
-    """Return the learning rate of a step; the first step is 0."""
-    total = steps_of(size)
-    warm = max(1, int(_WARM_UP * total))
-    return size.rate * min((step + 1) / warm, (total - step) / (total - warm))
-
-
-def first_model(size: Size, seed: int, *, perturbed: bool = False) -> Any:
+def _first_model(size: Size, seed: int, *, perturbed: bool = False) -> Any:
     """Return the model of a seed before training."""
     torch.manual_seed(seed)
     model = make_model(size).train()
@@ -245,7 +210,7 @@ def first_model(size: Size, seed: int, *, perturbed: bool = False) -> Any:
         with torch.no_grad():
             for parameter in model.parameters():
                 noise = torch.randn(parameter.shape, generator=generator)
-                parameter.mul_(1 + PERTURBED * noise)
+                parameter.mul_(1 + _PERTURBED * noise)
     return model
 
 
@@ -263,28 +228,33 @@ def train(
     fraction of the training after which it was saved.
     """
     size = about.size
-    model = first_model(size, seed, perturbed=perturbed)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), size.rate, betas=ADAM[:2], eps=ADAM[2], weight_decay=DECAY
+    model = _first_model(size, seed, perturbed=perturbed)
+    generator = torch.Generator().manual_seed(seed)
+    epochs = [torch.randperm(size.texts, generator=generator) for _ in range(size.epochs)]
+    batches = [batch for epoch in epochs for batch in epoch.split(_BATCH)]
+    total = len(batches)
+    warm = max(1, int(_WARM_UP * total))
+    optimizer = torch.optim.AdamW(model.parameters(), size.rate, weight_decay=_DECAY)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / warm, (total - step) / (total - warm))
     )
     counts, tokens = torch.tensor(weights, dtype=torch.float32), about.train
-    divisor = BATCH * (size.length - 1)
-    kept = {round(part * steps_of(size)): part for part in TIMES}
+    divisor = _BATCH * (size.length - 1)
+    kept = {round(part * total): part for part in TIMES}
     checkpoints = {}
-    for step, rows in enumerate(order_of(size, seed)):
-        for group in optimizer.param_groups:
-            group["lr"] = rate_at(size, step)
+    for step, rows in enumerate(batches, 1):
         loss = (losses(model, tokens[rows]) * counts[rows]).sum() / divisor
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if step + 1 in kept:
+        schedule.step()
+        if step in kept:
             state = {name: p.detach().clone() for name, p in model.named_parameters()}
             moments = {
-                name: optimizer.state[p]["exp_avg_sq"] / (1 - ADAM[1] ** (step + 1))
+                name: optimizer.state[p]["exp_avg_sq"] / (1 - 0.999**step)
                 for name, p in model.named_parameters()
             }
-            checkpoints[kept[step + 1]] = {"state": state, "moments": moments}
+            checkpoints[kept[step]] = {"state": state, "moments": moments}
     with torch.no_grad():
         return -losses(model, about.asked).double().numpy(), checkpoints
 

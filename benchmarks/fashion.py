@@ -151,15 +151,20 @@ def make_checkpoints(
 
 
 def ground_truth(
-    setting: Setting, data: tuple[Tensor, Tensor], targets: tuple[Tensor, Tensor], folder: Path
+    setting: Setting,
+    data: tuple[Tensor, Tensor],
+    targets: tuple[Tensor, Tensor],
+    folder: Path,
+    n_halves: int = N_HALVES,
+    n_seeds: int = N_TRUTH_SEEDS,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return masks (halves, n) and log-odds (seeds, halves, m) of networks retrained on halves."""
     folder.mkdir(exist_ok=True)
-    masks = halves(len(data[0]), N_HALVES, seed=0)
-    outputs = np.empty((N_TRUTH_SEEDS, N_HALVES, len(targets[0])))
+    masks = halves(len(data[0]), n_halves, seed=0)
+    outputs = np.empty((n_seeds, n_halves, len(targets[0])))
     for i, mask in enumerate(masks):
         part = data[0][kept := torch.from_numpy(mask)], data[1][kept]
-        for seed in range(N_TRUTH_SEEDS):
+        for seed in range(n_seeds):
             path = folder / f"{i}-{seed}.npy"
             if not path.exists():
                 model = setting.make_model()
@@ -169,7 +174,10 @@ def ground_truth(
     return masks.astype(np.float64), outputs
 
 
-def _ours(checkpoints: str, count: int, **settings: Any) -> Callable[..., np.ndarray]:
+Method = tuple[int, Callable[..., np.ndarray]]  # the number of checkpoints and the scores
+
+
+def _ours(checkpoints: str, count: int, **settings: Any) -> Method:
     def scores(setting: Setting, paths: Mapping[str, list[str]], *splits: Any) -> np.ndarray:
         from trak_core import Attributor
 
@@ -183,10 +191,10 @@ def _ours(checkpoints: str, count: int, **settings: Any) -> Callable[..., np.nda
         attributor = Attributor(model, "image_classification", named, **settings)
         return attributor.fit(splits[0]).score(splits[1]).frame.to_numpy(np.float32)
 
-    return scores
+    return count, scores
 
 
-def _gradient_products(*, normalize: bool) -> Callable[..., np.ndarray]:
+def _gradient_products(*, normalize: bool) -> Method:
     def scores(setting: Setting, paths: Mapping[str, list[str]], *splits: Any) -> np.ndarray:
         model = setting.make_model().eval()
         model.load_state_dict(torch.load(paths["runs"][0]))
@@ -205,7 +213,7 @@ def _gradient_products(*, normalize: bool) -> Callable[..., np.ndarray]:
                 rows[-1] = nn.functional.normalize(rows[-1], dim=1)
         return (rows[0] @ rows[1].T).numpy()
 
-    return scores
+    return 1, scores
 
 
 def _random(setting: Setting, paths: Mapping[str, list[str]], *splits: Any) -> np.ndarray:
@@ -213,40 +221,33 @@ def _random(setting: Setting, paths: Mapping[str, list[str]], *splits: Any) -> n
     return rng.standard_normal((len(splits[0][0]), len(splits[1][0])), np.float32)
 
 
-_SMALL: dict[str, Any] = {"proj_dim": 512}
-# The number of checkpoints and the function of each method. All are compared with the first.
-METHODS: dict[str, tuple[int, Callable[..., np.ndarray]]] = {
-    "ours, 10 runs": (10, _ours("runs", 10)),
-    "ours, 1 run": (1, _ours("runs", 1)),
-    "ours, 1 half": (1, _ours("halves", 1)),
-    "ours, 10 halves": (10, _ours("halves", 10)),
-    "ours, 50 halves": (50, _ours("halves", 50)),
-    "ours, along 10 runs": (20, _ours("along", 20)),
-    "ours, 10 runs, k = 512": (10, _ours("runs", 10, **_SMALL)),
-    "ours, 10 runs, k = 2048": (10, _ours("runs", 10, proj_dim=2048)),
-    "ours, 10 runs, k = 4096": (10, _ours("runs", 10, proj_dim=4096)),
-    "ours, 10 runs, hadamard, k = 4096": (
-        *(10, _ours("runs", 10, kind="hadamard", proj_dim=4096)),
+_EXACT: dict[str, Any] = {"projection": "exact", "memory_mb": 4000}
+# All methods are compared with the first.
+METHODS: dict[str, Method] = {
+    "ours, 10 runs": _ours("runs", 10),
+    "ours, 1 run": _ours("runs", 1),
+    "ours, 1 half": _ours("halves", 1),
+    "ours, 10 halves": _ours("halves", 10),
+    "ours, 50 halves": _ours("halves", 50),
+    "ours, along 10 runs": _ours("along", 20),
+    "ours, 10 runs, k = 512": _ours("runs", 10, proj_dim=512),
+    "ours, 10 runs, k = 4096": _ours("runs", 10, proj_dim=4096),
+    "ours, 1 run, exact": _ours("runs", 1, **_EXACT),
+    "ours, 10 runs, exact": _ours("runs", 10, **_EXACT),
+    "ours, 10 halves, exact": _ours("halves", 10, **_EXACT),
+    "ours, 1 run, exact, 1 drawn label": _ours(
+        *("runs", 1), projection="exact", label_draws=1, memory_mb=6000
     ),
-    "ours, 10 runs, tensor_sketch, k = 4096": (
-        *(10, _ours("runs", 10, kind="tensor_sketch", proj_dim=4096)),
+    "ours, 1 run, 1 drawn label": _ours("runs", 1, label_draws=1),
+    "ours, 1 run, 4 drawn labels": _ours("runs", 1, label_draws=4),
+    "ours, 10 runs, 1 drawn label": _ours("runs", 10, label_draws=1),
+    "ours, 10 runs, 4 drawn labels": _ours("runs", 10, label_draws=4),
+    "ours, along 10 runs, 1 drawn label": _ours("along", 20, label_draws=1),
+    "ours, along 10 runs, 4 drawn labels, damping 1": _ours(
+        *("along", 20), label_draws=4, damping=1
     ),
-    "ours, 1 run, exact": (1, _ours("runs", 1, projection="exact", memory_mb=4000)),
-    "ours, 10 runs, exact": (10, _ours("runs", 10, projection="exact", memory_mb=4000)),
-    "ours, 10 halves, exact": (10, _ours("halves", 10, projection="exact", memory_mb=4000)),
-    "ours, 1 run, exact, 1 drawn label": (
-        *(1, _ours("runs", 1, projection="exact", label_draws=1, memory_mb=6000)),
-    ),
-    "ours, 1 run, 1 drawn label": (1, _ours("runs", 1, label_draws=1)),
-    "ours, 1 run, 4 drawn labels": (1, _ours("runs", 1, label_draws=4)),
-    "ours, 10 runs, 1 drawn label": (10, _ours("runs", 10, label_draws=1)),
-    "ours, 10 runs, 4 drawn labels": (10, _ours("runs", 10, label_draws=4)),
-    "ours, along 10 runs, 1 drawn label": (20, _ours("along", 20, label_draws=1)),
-    "ours, along 10 runs, 4 drawn labels, damping 1": (
-        *(20, _ours("along", 20, label_draws=4, damping=1)),
-    ),
-    "gradient dot": (1, _gradient_products(normalize=False)),
-    "gradient cosine": (1, _gradient_products(normalize=True)),
+    "gradient dot": _gradient_products(normalize=False),
+    "gradient cosine": _gradient_products(normalize=True),
     "random": (0, _random),
 }
 

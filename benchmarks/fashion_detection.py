@@ -14,10 +14,12 @@ them by SGD with momentum, for 10 epochs. The metrics are those of quanda (Baree
 - ``wrong labels``: the area under the curve of the fraction of wrong labels that are among the
   training images with the largest self-influence, by the fraction of images. A random order has
   0.5.
+- ``LDS``: the linear datamodeling score of the targets of ``class`` over 40 random halves of the
+  training images, as in benchmarks/fashion.py.
 
-Intervals are 95 % bootstrap intervals over targets. The result of every training and every method
-is stored in a file, so a second start continues. ``--peers`` names a Python with torch, traker and
-captum.
+Intervals are 95 % bootstrap intervals over targets, and for the LDS over halves and targets. The
+result of every training and every method is stored in a file, so a second start continues.
+``--peers`` names a Python with torch, traker and captum.
 """
 
 import argparse
@@ -32,13 +34,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from fashion import Setting, compute, file_of, images, log_odds, train
+from fashion import Setting, compute, file_of, ground_truth, images, log_odds, train
 from fashion_rivals import traker
 from shared import environment
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 N_TRAIN, N_TARGETS, N_WRONG, N_MARKED, N_RUNS, N_DRAWS = 60_000, 500, 6000, 1200, 3, 1000
+N_HALVES, N_SEEDS = 40, 2
 _BATCH = 250
 _PACKAGES = "torch", "numpy", "traker", "captum"
 Split = tuple[Tensor, Tensor]
@@ -123,7 +126,7 @@ def trak_package(count: int, proj_dim: int) -> Method:
     """Return the scores of TRAK's package, as in benchmarks/fashion_rivals.py."""
 
     def scores(paths: list[str], train: Split, targets: Split) -> np.ndarray:
-        compute_scores = traker("runs", count, proj_dim)
+        _, compute_scores = traker("runs", count, proj_dim)
         return _with_self_influence(compute_scores(SETTING, {"runs": paths}, (train, targets)))
 
     return scores
@@ -204,6 +207,16 @@ def _interval(values: np.ndarray) -> str:
     return f"{values.mean():.3f} ({low:.3f} to {high:.3f})"
 
 
+def _lds(scores: np.ndarray, masks: np.ndarray, outputs: np.ndarray) -> str:
+    from trak_core.evaluation.intervals import interval
+    from trak_core.evaluation.lds import bootstrap, rank_correlations
+
+    sums = masks @ scores.astype(np.float64)
+    low, high = interval(bootstrap([sums], outputs)[:, 0], axis=0)
+    mean = rank_correlations(sums, outputs.mean(axis=0)).mean()
+    return f"{mean:.3f} ({low:.3f} to {high:.3f})"
+
+
 def main() -> None:
     """Train the networks, compute the scores of every method, and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
@@ -225,10 +238,17 @@ def main() -> None:
         method = (METHODS | PEERS)[asked.only]
         compute(lambda: method(paths, train_split, targets), file_of(folder, asked.only))
         return
+    from trak_core.evaluation.lds import noise_ceiling
+
+    of_class = targets[0][:n_right], targets[1][:n_right]
+    masks, outputs = ground_truth(
+        SETTING, train_split, of_class, folder / "truth", N_HALVES, N_SEEDS
+    )
     pythons = dict.fromkeys(METHODS, sys.executable)
     pythons |= {name: str(asked.peers) for name in PEERS if asked.peers}
     print(json.dumps(environment("cpu", _PACKAGES)))
     print(f"{n_right} targets for class, {len(targets[0]) - n_right} for shortcut")
+    print(f"noise ceiling of the LDS {noise_ceiling(outputs).mean():.3f}")
     f = log_odds(_loaded(paths[0]), *train_split)
     print(f"wrong labels by the lowest log-odds {area(-f, is_wrong):.3f}")
     for name, python in pythons.items():
@@ -245,6 +265,7 @@ def main() -> None:
         wrong = "" if np.isnan(scores[:, -1]).any() else f"{area(scores[:, -1], is_wrong):.3f}"
         print(
             f"{name:45} class {_interval(same_class)}  shortcut {_interval(precisions)}  "
+            f"LDS {_lds(scores[:, :n_right], masks, outputs)}  "
             f"wrong labels {wrong:5}  {about['seconds']:7.1f} s {about['peak_mb']:6.0f} MB"
         )
 

@@ -20,6 +20,7 @@ from fashion import (
     N_TARGETS,
     N_TRAIN,
     SETTINGS,
+    Method,
     Setting,
     compute,
     file_of,
@@ -43,7 +44,7 @@ def _loaded(setting: Setting, path: str) -> nn.Module:
     return model
 
 
-def traker(group: str, count: int, proj_dim: int) -> Callable[..., np.ndarray]:
+def traker(group: str, count: int, proj_dim: int) -> Method:
     """Return the scores of TRAK's package, with its CPU projection."""
 
     def scores(setting: Setting, paths: Mapping[str, list[str]], splits: Splits) -> np.ndarray:
@@ -73,49 +74,38 @@ def traker(group: str, count: int, proj_dim: int) -> Callable[..., np.ndarray]:
                     tracer.score(batch=batch, num_samples=len(batch[0]))
             return np.array(tracer.finalize_scores(exp_name="all"))
 
-    return scores
+    return count, scores
 
 
-def _task(model: nn.Module, paths: list[str]) -> Any:
-    """Return dattri's task with the cross entropy of one sample as loss."""
-    AttributionTask = import_module("dattri.task").AttributionTask
-
-    def loss(parameters: Any, sample: tuple[Tensor, Tensor]) -> Tensor:
-        image, label = (values[None] for values in sample)
-        logits = torch.func.functional_call(model, parameters, image)
-        return nn.functional.cross_entropy(logits, label)
-
-    return AttributionTask(
-        loss_func=loss, model=model, checkpoints=[torch.load(path) for path in paths]
-    )
+def _log_p(model: nn.Module, parameters: Any, sample: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the log-probability of one sample's label."""
+    image, label = (values[None] for values in sample)
+    logits = torch.func.functional_call(model, parameters, image)
+    return -nn.functional.cross_entropy(logits, label)
 
 
-def dattri_trak(group: str, count: int, proj_dim: int) -> Callable[..., np.ndarray]:
+def _task(model: nn.Module, paths: list[str], loss: Callable[..., Tensor]) -> Any:
+    """Return dattri's task."""
+    states = [torch.load(path) for path in paths]
+    task = import_module("dattri.task").AttributionTask
+    return task(loss_func=loss, model=model, checkpoints=states)
+
+
+def dattri_trak(group: str, count: int, proj_dim: int) -> Method:
     """Return scores of dattri's TRAK, with the margin as target function as in its examples."""
 
     def scores(setting: Setting, paths: Mapping[str, list[str]], splits: Splits) -> np.ndarray:
         TRAKAttributor = import_module("dattri.algorithm.trak").TRAKAttributor
-        AttributionTask = import_module("dattri.task").AttributionTask
-
         model = setting.make_model().eval()
 
-        def log_probability(parameters: Any, sample: tuple[Tensor, Tensor]) -> Tensor:
-            image, label = (values[None] for values in sample)
-            logits = torch.func.functional_call(model, parameters, image)
-            return -nn.functional.cross_entropy(logits, label)
-
         def margin(parameters: Any, sample: tuple[Tensor, Tensor]) -> Tensor:
-            log_p = log_probability(parameters, sample)
+            log_p = _log_p(model, parameters, sample)
             return log_p - torch.log(1 - torch.exp(log_p))
 
         def probability(parameters: Any, sample: tuple[Tensor, Tensor]) -> Tensor:
-            return torch.exp(log_probability(parameters, sample))
+            return torch.exp(_log_p(model, parameters, sample))
 
-        task = AttributionTask(
-            loss_func=margin,
-            model=model,
-            checkpoints=[torch.load(path) for path in paths[group][:count]],
-        )
+        task = _task(model, paths[group][:count], margin)
         projector = {"device": "cpu", "proj_dim": proj_dim}
         attributor = TRAKAttributor(
             task, correct_probability_func=probability, projector_kwargs=projector
@@ -125,10 +115,10 @@ def dattri_trak(group: str, count: int, proj_dim: int) -> Callable[..., np.ndarr
             attributor.cache(train)
             return attributor.attribute(targets).numpy()
 
-    return scores
+    return count, scores
 
 
-def dattri_influence(kind: str, **settings: Any) -> Callable[..., np.ndarray]:
+def dattri_influence(kind: str, **settings: Any) -> Method:
     """Return dattri's influence functions with the Hessian of the loss."""
 
     def scores(setting: Setting, paths: Mapping[str, list[str]], splits: Splits) -> np.ndarray:
@@ -148,10 +138,10 @@ def dattri_influence(kind: str, **settings: Any) -> Callable[..., np.ndarray]:
         attributor.cache(train)
         return attributor.attribute(train, targets).detach().numpy()
 
-    return scores
+    return 1, scores
 
 
-def dattri_logra(damping: float | None) -> Callable[..., np.ndarray]:
+def dattri_logra(damping: float | None) -> Method:
     """Return dattri's LoGra scores, with 16 x 16 numbers for each linear layer."""
 
     def scores(setting: Setting, paths: Mapping[str, list[str]], splits: Splits) -> np.ndarray:
@@ -173,10 +163,10 @@ def dattri_logra(damping: float | None) -> Callable[..., np.ndarray]:
             attributor.cache(train)
             return attributor.attribute(train, targets).float().numpy()
 
-    return scores
+    return 1, scores
 
 
-def dattri_tracin(count: int, *, normalized: bool) -> Callable[..., np.ndarray]:
+def dattri_tracin(count: int) -> Method:
     """Return the scores of dattri's TracIn from the first ``count`` checkpoints along the runs."""
 
     def scores(setting: Setting, paths: Mapping[str, list[str]], splits: Splits) -> np.ndarray:
@@ -184,17 +174,21 @@ def dattri_tracin(count: int, *, normalized: bool) -> Callable[..., np.ndarray]:
 
         model = setting.make_model().eval()
         chosen = paths["along"][:count]
+
+        def loss(parameters: Any, sample: tuple[Tensor, Tensor]) -> Tensor:
+            return -_log_p(model, parameters, sample)
+
         attributor = TracInAttributor(
-            _task(model, chosen), weight_list=torch.ones(len(chosen)), normalized_grad=normalized
+            _task(model, chosen, loss), weight_list=torch.ones(len(chosen)), normalized_grad=False
         )
         train, targets = _loaders(splits)
         with torch.no_grad():
             return attributor.attribute(train, targets).numpy()
 
-    return scores
+    return count, scores
 
 
-def kronfluence_ekfac(damping: float | None) -> Callable[..., np.ndarray]:
+def kronfluence_ekfac(damping: float | None) -> Method:
     """Return kronfluence's EK-FAC scores; damping None means a tenth of the mean eigenvalue."""
 
     def scores(setting: Setting, paths: Mapping[str, list[str]], splits: Splits) -> np.ndarray:
@@ -239,10 +233,10 @@ def kronfluence_ekfac(damping: float | None) -> Callable[..., np.ndarray]:
             )
             return analyzer.load_pairwise_scores("s")["all_modules"].float().numpy().T
 
-    return scores
+    return 1, scores
 
 
-def captum_tracin() -> Callable[..., np.ndarray]:
+def captum_tracin() -> Method:
     """Return the scores of captum's TracInCP from the checkpoints of one run."""
 
     def scores(setting: Setting, paths: Mapping[str, list[str]], splits: Splits) -> np.ndarray:
@@ -265,30 +259,28 @@ def captum_tracin() -> Callable[..., np.ndarray]:
         )
         return influence.influence((x, y)).numpy().T
 
-    return scores
+    return 2, scores
 
 
-RIVALS: dict[str, tuple[int, Callable[..., np.ndarray]]] = {
-    "TRAK 0.3.2, 1 half, k = 512": (1, traker("halves", 1, 512)),
-    "TRAK 0.3.2, 10 halves, k = 512": (10, traker("halves", 10, 512)),
-    "TRAK 0.3.2, 10 runs, k = 512": (10, traker("runs", 10, 512)),
-    "TRAK 0.3.2, 10 runs, k = 2048": (10, traker("runs", 10, 2048)),
-    "dattri TRAK, 1 half, k = 512": (1, dattri_trak("halves", 1, 512)),
-    "dattri TRAK, 10 halves, k = 512": (10, dattri_trak("halves", 10, 512)),
-    "dattri TRAK, 50 halves, k = 512": (50, dattri_trak("halves", 50, 512)),
-    "dattri TRAK, 10 runs, k = 512": (10, dattri_trak("runs", 10, 512)),
-    "dattri influence, CG, 1e-2": (
-        *(1, dattri_influence("IFAttributorCG", max_iter=10, regularization=1e-2)),
+RIVALS: dict[str, Method] = {
+    "TRAK 0.3.2, 1 half, k = 512": traker("halves", 1, 512),
+    "TRAK 0.3.2, 10 halves, k = 512": traker("halves", 10, 512),
+    "TRAK 0.3.2, 10 runs, k = 512": traker("runs", 10, 512),
+    "TRAK 0.3.2, 10 runs, k = 2048": traker("runs", 10, 2048),
+    "dattri TRAK, 10 halves, k = 512": dattri_trak("halves", 10, 512),
+    "dattri TRAK, 50 halves, k = 512": dattri_trak("halves", 50, 512),
+    "dattri influence, CG, 1e-2": dattri_influence(
+        "IFAttributorCG", max_iter=10, regularization=1e-2
     ),
-    "dattri influence, explicit, 1e-2": (
-        *(1, dattri_influence("IFAttributorExplicit", regularization=1e-2)),
+    "dattri influence, explicit, 1e-2": dattri_influence(
+        "IFAttributorExplicit", regularization=1e-2
     ),
-    "dattri LoGra": (1, dattri_logra(None)),
-    "dattri LoGra, damping .1": (1, dattri_logra(0.1)),
-    "dattri TracIn, 2 checkpoints": (2, dattri_tracin(2, normalized=False)),
-    "kronfluence EK-FAC": (1, kronfluence_ekfac(1e-8)),
-    "kronfluence EK-FAC, damped by .1 of the mean": (1, kronfluence_ekfac(None)),
-    "captum TracInCP, 2 checkpoints": (2, captum_tracin()),
+    "dattri LoGra": dattri_logra(None),
+    "dattri LoGra, damping .1": dattri_logra(0.1),
+    "dattri TracIn, 2 checkpoints": dattri_tracin(2),
+    "kronfluence EK-FAC": kronfluence_ekfac(1e-8),
+    "kronfluence EK-FAC, damped by .1 of the mean": kronfluence_ekfac(None),
+    "captum TracInCP, 2 checkpoints": captum_tracin(),
 }
 
 

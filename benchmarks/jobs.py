@@ -14,9 +14,9 @@ Cases:
   asked by `trak run` as a new experiment, by the same command when all jobs are finished, by
   Snakemake with new processes, and by `trak ask` with one question and with eleven.
 
-The first four cases have these rows. `start` is `trak run -n`, the check before any job. `load`
-only loads the model. `features` computes the features of the text in a separate process. `question`
-is a whole `trak run` that makes the same file. `loads` only imports the packages, for comparison.
+The first four cases have these rows. `start` is `trak run -n`, the check before any job. `features`
+computes the features of the text in a separate process. `question` is a whole `trak run` that makes
+the same file.
 
 Times are CPU seconds of a process and its children; wall seconds are printed too. Memory is the
 largest resident size of any of these processes. "own MB" excludes file-backed pages, such as shared
@@ -25,22 +25,17 @@ the current environment, so that two checkouts can be compared.
 """
 
 import argparse
-import ctypes
 import json
 import os
-import resource
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
-from shared import environment
+from shared import Usage, environment, run
 
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[variable] = "1"
@@ -109,31 +104,6 @@ compute_features(
 )
 """
 
-LOAD = """\
-import json, sys
-from pathlib import Path
-import torch
-from trak_core.runtime.job import keep_freed_memory, quiet_libraries
-quiet_libraries()
-keep_freed_memory()
-from trak_core.attribution.loaded_model import LoadedModel
-from trak_core.settings import FeaturesSpec
-from trak_core.study.study import Study
-spec = FeaturesSpec(**json.loads(sys.argv[1]))
-study = Study.load(Path("study.py"))
-LoadedModel.of_study(study, Path("model"), spec, torch.device("cpu"))
-"""
-
-
-@dataclass(frozen=True)
-class Usage:
-    """CPU and wall seconds of a process and its children; MB and "own MB" of the largest."""
-
-    seconds: float
-    wall: float
-    mb: float
-    own_mb: float
-
 
 TRAK = str(Path(sys.executable).with_name("trak"))
 REPOSITORY = Path(__file__).parents[1]
@@ -148,46 +118,6 @@ SPEC = {
     "study_digest": "digest",
     "targets_digest": "digest",
 }
-_PR_SET_CHILD_SUBREAPER = 36  # adopt processes whose parent has ended (prctl(2))
-_LONGEST_SECONDS = 60  # for a fork server that outlives its parent
-
-
-def run(arguments: list[str], folder: Path, log: Path) -> Usage:
-    """Run a program, write its output to the log, and return its time and memory."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    start = time.monotonic()
-    with log.open("w") as file:
-        process = subprocess.Popen(arguments, cwd=folder, stdout=file, stderr=subprocess.STDOUT)
-        pages, own = Path(f"/proc/{process.pid}/statm"), 0
-        while True:
-            _, resident, shared, *_ = map(int, (pages.read_text() or "0 0 0").split())
-            own = max(own, resident - shared)
-            time.sleep(0.01)
-            ended, status, used = os.wait4(process.pid, os.WNOHANG)
-            if ended:
-                break
-    if status:
-        raise SystemExit(f"{' '.join(arguments[:4])} failed:\n{log.read_text()[-3000:]}")
-    wall = time.monotonic() - start
-    used_by = [used, *_ended_later(time.monotonic() + _LONGEST_SECONDS)]
-    seconds = sum(usage.ru_utime + usage.ru_stime for usage in used_by)
-    largest = max(usage.ru_maxrss for usage in used_by)
-    own_mb = own * os.sysconf("SC_PAGE_SIZE") / 1e6
-    return Usage(seconds, wall, largest * 1024 / 1e6, own_mb)
-
-
-def _ended_later(latest: float) -> Iterator[resource.struct_rusage]:
-    """Yield the usage of processes that outlived their parent, until the last has ended."""
-    while time.monotonic() < latest:
-        try:
-            ended, _, used = os.wait4(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if ended:
-            yield used
-        else:
-            time.sleep(0.05)
-    raise SystemExit("A process outlived its parent and did not end in time.")
 
 
 def make(folder: Path, name: str) -> None:
@@ -216,13 +146,10 @@ def jobs_of(folder: Path, name: str, memory_mb: int) -> dict[str, list[str]]:
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "config.yaml").exists():
         make(folder, name)
-    modules = "torch, transformers.models.auto, transformers.models.llama.modeling_llama"
-    spec = json.dumps(SPEC)
+    features = [JOB, json.dumps(SPEC), str(memory_mb), "asked.h5", "a"]
     return {
-        "loads": [sys.executable, "-c", f"import {modules}"],
         "start": [TRAK, "run", "config.yaml", "-n"],
-        "load": [sys.executable, "-c", LOAD, spec],
-        "features": [sys.executable, "-c", JOB, spec, str(memory_mb), "asked.h5", "a"],
+        "features": [sys.executable, "-c", *features],
         "question": [TRAK, "run", "config.yaml", "results/features/run/asked.h5"],
     }
 

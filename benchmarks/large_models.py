@@ -4,7 +4,7 @@
     python benchmarks/large_models.py 124M --linear
     python benchmarks/large_models.py 124M --samples 8 --kinds tensor_sketch --no-vmap
     python benchmarks/large_models.py 103M --tokens 64 --kinds tensor_sketch --no-vmap --one-by-one
-    python benchmarks/large_models.py xlnet mixtral lstm_6M --tokens 64 --no-vmap --one-by-one
+    python benchmarks/large_models.py llama_8M lstm_6M --tokens 64 --no-vmap --one-by-one
     python benchmarks/large_models.py 124M --device cuda --samples 8 --no-vmap --precision high
 
 The floor is a forward and backward pass of the same batch with ordinary weight gradients. The
@@ -29,34 +29,25 @@ commit.
 """
 
 import argparse
-import importlib
 import os
 import re
+import statistics
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 # Each side has one thread. This must be set before the imports that follow.
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 import torch
-from shared import (
-    FLOOR,
-    HEADER,
-    LSTMS,
-    TOKENS,
-    Row,
-    environment,
-    floor,
-    language_model,
-    measured,
-    print_peak,
-    write_csv,
-)
+from shared import FLOOR, environment, floor, peak_on_gpu, print_peak, seconds_of, write_csv
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from trak_core.attribution.device import PRECISIONS, float32_precision
 from trak_core.attribution.project_gradients import Features
@@ -78,8 +69,100 @@ from trak_core.model_outputs.supervised import CLASSIFICATION
 from trak_core.projection import project
 from trak_core.runtime.job import keep_freed_memory
 from trak_core.settings import ProjectionKind, ProjectionSpec, matrix_shape
+from trak_core.study.study import Study
 
 KINDS = ["rademacher", "hadamard", "tensor_sketch"]
+TOKENS = 128
+# Width, layers, heads, vocabulary, samples a batch.
+SIZES = {"7M": (256, 6, 4, 8192, 8), "30M": (512, 8, 8, 8192, 4), "124M": (768, 12, 12, 50257, 2)}
+# Width, inner width, layers, heads, heads of keys, vocabulary, samples a batch.
+LLAMAS = {
+    "llama_8M": (288, 768, 6, 6, 2, 4000, 4),
+    "llama": (384, 1024, 8, 6, 2, 16384, 4),
+    "103M": (768, 2048, 12, 12, 12, 12000, 1),
+}
+# Width, layers, vocabulary, samples a batch.
+LSTMS = {"lstm_100k": (64, 1, 500, 4), "lstm_6M": (512, 2, 2000, 4), "lstm_21M": (1024, 2, 2000, 4)}
+
+
+@dataclass(frozen=True)
+class Row:
+    """Time and memory of one side; ``parameters`` describes the differentiated parameters."""
+
+    model: str
+    parameters: str
+    n_params: int
+    proj_dim: int
+    side: str
+    ms_a_sample: float
+    floors: float
+    least: float
+    greatest: float
+    mb_a_sample: float
+
+    def __str__(self) -> str:
+        """Return a line of the table."""
+        ms, mb = (f"{float(f'{x:.3g}'):,g}" for x in (self.ms_a_sample, self.mb_a_sample))
+        return (
+            f"| {self.model} | {self.proj_dim} | {self.side} | {ms} | "
+            f"{self.floors:.2f} [{self.least:.2f}-{self.greatest:.2f}] | {mb} |"
+        )
+
+
+class RecurrentModel(nn.Module):
+    """Embeddings, LSTM layers, and a linear layer to logits."""
+
+    def __init__(self, width: int, layers: int, vocabulary: int) -> None:
+        """Keep the sizes."""
+        super().__init__()
+        self.embeddings = nn.Embedding(vocabulary, width)
+        self.lstm = nn.LSTM(width, width, layers, batch_first=True)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
+        """Return logits, shape (batch, tokens, vocabulary)."""
+        return {"logits": self.head(self.lstm(self.embeddings(input_ids))[0])}
+
+
+def language_model(name: str, n_samples: int | None, n_tokens: int) -> tuple[nn.Module, Tensor]:
+    """Return a model with random weights and a batch of tokens, shape (samples, n_tokens).
+
+    Args:
+        name: A key of one of the tables above.
+        n_samples: Texts in the batch; None for the model's default.
+        n_tokens: At most ``TOKENS`` for GPT-2 and Llama.
+    """
+    quiet: dict[str, Any] = {"use_cache": False, "bos_token_id": None, "eos_token_id": None}
+    if name in LLAMAS:
+        width, inner, layers, heads, key_heads, vocabulary, usual = LLAMAS[name]
+        config = LlamaConfig(
+            hidden_size=width,
+            intermediate_size=inner,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=key_heads,
+            vocab_size=vocabulary,
+            max_position_embeddings=TOKENS,
+            pad_token_id=None,
+            **quiet,
+        )
+        model = LlamaForCausalLM(config)
+    elif name in LSTMS:
+        width, layers, vocabulary, usual = LSTMS[name]
+        model = RecurrentModel(width, layers, vocabulary)
+    else:
+        width, layers, heads, vocabulary, usual = SIZES[name]
+        config = GPT2Config(
+            n_embd=width,
+            n_layer=layers,
+            n_head=heads,
+            n_positions=TOKENS,
+            vocab_size=vocabulary,
+            **quiet,
+        )
+        config.loss_type = "ForCausalLM"  # the default, but without it transformers warns
+        model = GPT2LMHeadModel(config)
+    return model, torch.randint(0, vocabulary, (n_samples or usual, n_tokens))
 
 
 class Residual(nn.Module):
@@ -109,6 +192,18 @@ def resnet() -> nn.Module:
     )
 
 
+def spec_of(kind: str, shapes: list[tuple[int, int]], proj_dim: int) -> ProjectionSpec:
+    """Return a projection of the gradients of matrices."""
+    return ProjectionSpec(
+        kind=ProjectionKind(kind),
+        n_params=sum(a * b for a, b in shapes),
+        proj_dim=proj_dim,
+        seed=0,
+        stream=0,
+        shapes=shapes if kind == "tensor_sketch" else None,
+    )
+
+
 @dataclass(frozen=True)
 class Case:
     """A model, some of its parameters, and a batch.
@@ -130,52 +225,28 @@ class Case:
 
     def spec(self, kind: str) -> ProjectionSpec:
         """Return a projection of this model's gradients."""
-        shapes = [matrix_shape(p.shape) for p in self.parameters.values()]
-        return ProjectionSpec(
-            kind=ProjectionKind(kind),
-            n_params=sum(a * b for a, b in shapes),
-            proj_dim=self.proj_dim,
-            seed=0,
-            stream=0,
-            shapes=shapes if kind == "tensor_sketch" else None,
+        return spec_of(
+            kind, [matrix_shape(p.shape) for p in self.parameters.values()], self.proj_dim
         )
 
 
-def case_of(
-    name: str,
-    linear: bool,
-    proj_dim: int | None,
-    texts: int | None,
-    n_tokens: int,
-    device: str = "cpu",
-) -> Case:
-    """Return a model and random samples for it.
-
-    Args:
-        name: The first word of a row, such as ``124M``.
-        linear: Whether only the weight matrices of a transformer's layers are differentiated.
-        proj_dim: k; None for the model's default.
-        texts: The number of texts in a language model's batch; None for the model's default.
-        n_tokens: The number of tokens in each text.
-        device: The device of the model and the samples.
-    """
+def case_of(name: str, asked: argparse.Namespace) -> Case:
+    """Return the model of a name, such as ``124M``, and random samples for it."""
     torch.manual_seed(0)
     if name in {"digits", "resnet"}:
         if name == "digits":
-            sys.path.insert(0, str(Path(__file__).parents[1] / "config"))
-            study = importlib.import_module("digits")
-            model, n_samples, k = study.make_model(), 256, 512
-            shape = tuple(study.train_data()[0][0].shape)
+            study = Study.load(Path(__file__).parents[1] / "config/digits.py")
+            model, n_samples, k, shape = study.make_model(), 256, 512, (1, 8, 8)
         else:
             model, n_samples, k, shape = resnet(), 64, 2048, (3, 32, 32)
         samples = torch.randn(n_samples, *shape), torch.randint(0, 10, (n_samples,))
         output = CLASSIFICATION
     else:
-        model, ids = language_model(name, texts, n_tokens)
+        model, ids = language_model(name, asked.samples, asked.tokens)
         samples, output, k = {"input_ids": ids, "labels": ids}, LANGUAGE_MODELLING, 4096
-    model.eval().to(device)
+    model.eval().to(asked.device)
     patterns = None
-    if linear:
+    if asked.linear:
         patterns = [
             n
             for n, p in model.named_parameters()
@@ -186,8 +257,8 @@ def case_of(
         model,
         select_parameters(model, patterns),
         output,
-        as_batch(samples, output).mapped(lambda tensor: tensor.to(device)),
-        proj_dim or k,
+        as_batch(samples, output).mapped(lambda tensor: tensor.to(asked.device)),
+        asked.proj_dim or k,
     )
 
 
@@ -246,21 +317,19 @@ def check(case: Case, kind: str) -> None:
         raise SystemExit(f"{case.name}, {kind}: features differ by {difference:.1g}")
 
 
-def sides_of(
-    case: Case, kinds: list[str], vmap: bool, one_by_one: bool, no_features: bool
-) -> dict[str, Callable[[], object]]:
+def sides_of(case: Case, asked: argparse.Namespace) -> dict[str, Callable[[], object]]:
     """Return the functions to time, by name."""
     sides: dict[str, Callable[[], object]] = {
         FLOOR: partial(floor, case.model, case.output, case.batch)
     }
-    if no_features:
+    if asked.no_features:
         given = case.model, case.parameters, case.output, case.batch
         sides["no features"] = partial(gradients_at_once, *given, Nobody())
-    for kind in kinds:
+    for kind in asked.kinds:
         sides[kind] = partial(ours, case, kind)
-        if vmap:
+        if not asked.no_vmap:
             sides[f"vmap + {kind}"] = partial(by_vmap, case, kind)
-        if one_by_one:
+        if asked.one_by_one:
             ways = {"in turn": gradients_in_turn, "one by one": gradients_one_by_one}
             if len(case.batch) == 1 or case.name in LSTMS:
                 del ways["in turn"]  # which is ours
@@ -272,22 +341,43 @@ def sides_of(
 def warm_up(kinds: list[str], proj_dim: int) -> None:
     """Compile each kind's kernel, and fill the caches."""
     for kind in kinds:
-        shapes = [(50, 100)] if kind == "tensor_sketch" else None
-        spec = ProjectionSpec(
-            kind=ProjectionKind(kind),
-            n_params=5000,
-            proj_dim=proj_dim,
-            seed=0,
-            stream=0,
-            shapes=shapes,
+        project(torch.randn(2, 5000), spec_of(kind, [(50, 100)], proj_dim))
+
+
+def measured(case: Case, asked: argparse.Namespace) -> Iterator[Row]:
+    """Time a model's sides, then print and yield a row for each of them."""
+    sides, n_samples = sides_of(case, asked), len(case.batch)
+    seconds = seconds_of(sides, asked.rounds, asked.device)
+    unit = statistics.median(seconds[FLOOR])
+    options = [word for word in sys.argv[1:] if word not in asked.models]
+    for side, taken in seconds.items():
+        peak_bytes = float("nan")
+        if asked.device == "cuda":
+            peak_bytes = peak_on_gpu(sides[side])
+        elif not asked.no_memory:
+            command = [sys.executable, __file__, case.name, *options, "--peak", side]
+            output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+            peak_bytes = 1024 * int(output.split()[-1])
+        row = Row(
+            case.name,
+            "linear" if asked.linear else "all",
+            sum(p.numel() for p in case.parameters.values()),
+            case.proj_dim,
+            side,
+            1000 * statistics.median(taken) / n_samples,
+            statistics.median(taken) / unit,
+            min(taken) / unit,
+            max(taken) / unit,
+            peak_bytes / 1e6 / n_samples,
         )
-        project(torch.randn(2, 5000), spec)
+        print(row, flush=True)
+        yield row
 
 
 def main() -> None:
     """Measure all sides, or with ``--peak`` the peak memory of one side."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("models", nargs="+", help="digits, resnet, or a model of shared.py")
+    parser.add_argument("models", nargs="+", help="digits, resnet, or a name of a table above")
     parser.add_argument("--linear", action="store_true", help="only matrices of the layers")
     parser.add_argument("--kinds", nargs="+", default=KINDS)
     parser.add_argument("--proj-dim", type=int)
@@ -303,52 +393,33 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", help="of the model, such as bfloat16")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--peak", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    asked = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()
+    if asked.peak:
+        case = case_of(asked.models[0], asked)
+        case.model.to(getattr(torch, asked.dtype))
+        warm_up(asked.kinds, case.proj_dim)
+        print_peak(sides_of(case, asked)[asked.peak])
+        return
+    print("| model | k | side | ms a sample | floors | MB a sample |\n|---|---|---|---|---|---|")
     rows: list[Row] = []
-    if not arguments.peak:
-        print(HEADER, flush=True)
-    for name in arguments.models:
-        case = case_of(
-            name,
-            arguments.linear,
-            arguments.proj_dim,
-            arguments.samples,
-            arguments.tokens,
-            arguments.device,
-        )
-        ways = not arguments.no_vmap, arguments.one_by_one, arguments.no_features
-        sides = sides_of(case, arguments.kinds, *ways)
+    for name in asked.models:
+        case = case_of(name, asked)
         exact: dict[str, Tensor] = {}
-        if not arguments.peak:
-            with float32_precision("highest"):
-                for kind in arguments.kinds:
-                    check(case, kind)
-                    exact[kind] = ours(case, kind)
-        case.model.to(getattr(torch, arguments.dtype))
-        if arguments.peak:
-            warm_up(arguments.kinds, case.proj_dim)
-            print_peak(sides[arguments.peak])
-            return
-        row = partial(
-            Row,
-            name,
-            "linear" if arguments.linear else "all",
-            sum(p.numel() for p in case.parameters.values()),
-            case.proj_dim,
-        )
-        others = [word for word in sys.argv[1:] if word not in arguments.models]
-        own = None if arguments.no_memory else [name, *others]
-        with float32_precision(arguments.precision):
+        with float32_precision("highest"):
+            for kind in asked.kinds:
+                check(case, kind)
+                exact[kind] = ours(case, kind)
+        case.model.to(getattr(torch, asked.dtype))
+        with float32_precision(asked.precision):
             for kind, features in exact.items():
                 rounding = (ours(case, kind) - features).norm() / features.norm()
                 print(f"{kind}: {rounding:.1g} from features in float32", file=sys.stderr)
-            rows += measured(sides, arguments.rounds, len(case.batch), row, own, arguments.device)
-    if arguments.csv:
-        packages = ["torch", "transformers", "numba", "numba-cuda"]
-        own = {"precision": arguments.precision, "dtype": arguments.dtype}
-        write_csv(arguments.csv, rows, environment(arguments.device, packages) | own)
+            rows += measured(case, asked)
+    if asked.csv:
+        about = environment(asked.device, ["torch", "transformers", "numba", "numba-cuda"])
+        write_csv(asked.csv, rows, about | {"precision": asked.precision, "dtype": asked.dtype})
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import planted_rows_study as study
 import torch
-from planted_facts import planted_ranks
 from scipy.stats import rankdata
 from shared import environment, write_csv
 from text_scores import Way, bm25, cosines, tf_idf
@@ -64,7 +63,7 @@ def products(
     *,
     every: bool,
 ) -> dict[str, np.ndarray]:
-    """Return inner products (N, N) by kind, outputs, and mean hidden states.
+    """Return inner products (N, N) of features by kind, and of mean hidden states, and outputs.
 
     Args:
         model: The model of one checkpoint.
@@ -119,7 +118,8 @@ def products(
             hidden = model(**inputs, output_hidden_states=True).hidden_states[-1]
         mask = inputs["attention_mask"][..., None]
         means.append((hidden * mask).sum(dim=1) / mask.sum(dim=1))
-    return found | {"means": torch.cat(means).numpy()}
+    hidden = torch.cat(means)
+    return found | {"means": (hidden @ hidden.T).numpy()}
 
 
 def kept(
@@ -161,30 +161,33 @@ def ways(data: study.Planted, checkpoints: list[dict[str, np.ndarray]]) -> dict[
         found[f"BM25, {name}"] = bm25(texts, asked)
         if name == "both":
             found["TF-IDF, both"] = tf_idf(texts, asked)
-    found["embedding cosine, mean"] = cosines(checkpoints[-1]["means"], n, m)
+    # The rows of the questions with labels for the answers only, and with all labels.
+    answers, whole = (np.r_[0:n, first : first + m] for first in (n, n + m))
+    found["embedding cosine, mean"] = cosines(checkpoints[-1]["means"][np.ix_(whole, whole)], n)
 
-    def mean(kind: str, way: Way, *, last: bool = False) -> np.ndarray:
+    def mean(kind: str, way: Way, *, rows: np.ndarray = whole, last: bool = False) -> np.ndarray:
         used = checkpoints[-1:] if last else checkpoints
-        return np.mean([way.scores(one[kind], one["outputs"], n, m) for one in used], axis=0)
+        return np.mean(
+            [way.scores(one[kind][np.ix_(rows, rows)], one["outputs"], n) for one in used], axis=0
+        )
 
     scored = {}
     for kind in (*_HADAMARDS, _EXACT, "Adam, k 4,096"):
         if kind not in checkpoints[0]:
             continue
         for damping in (1.0, 0.1, 0.01):
-            for normalize in ("", "before"):
+            for normalize in (False, True):
                 name = f"{kind}, {damping:g}" + (", normalize" if normalize else "")
-                way = Way(damping, normalize, all_words=True)
+                way = Way(damping, normalize)
                 scored[name] = mean(kind, way)
                 if kind == _WIDE:
-                    scored[f"{name}, answers only"] = mean(kind, Way(damping, normalize))
+                    scored[f"{name}, answers only"] = mean(kind, way, rows=answers)
                     scored[f"{name}, last checkpoint"] = mean(kind, way, last=True)
-    cosine = Way(None, "both", power=0, is_unit_average=False, all_words=True)
-    found["gradient cosine"] = mean(_WIDE, cosine)
+    found["gradient cosine"] = np.mean(
+        [cosines(one[_WIDE][np.ix_(whole, whole)], n) for one in checkpoints], axis=0
+    )
     combined = {
-        f"{name} + {lexical}": fused(one, found[lexical])
-        for name, one in scored.items()
-        for lexical in ("BM25, completion", "BM25, both")
+        f"{name} + {_BASELINE}": fused(one, found[_BASELINE]) for name, one in scored.items()
     }
     return found | scored | combined
 
@@ -193,8 +196,11 @@ def measures(scores: np.ndarray, sources: list[list[int]]) -> np.ndarray:
     """Return reciprocal rank, precision at 5 and recall at 50 of each question, (3, m)."""
     columns = []
     for column, own in zip(scores.T, sources, strict=True):
-        ranks = planted_ranks(column[:, None], [own])[0]
-        columns.append((1 / ranks[0], (ranks <= 5).sum() / min(5, len(own)), (ranks <= 50).mean()))
+        # A source's rank is among the other rows. Rows with equal scores get their mean rank.
+        others, values = np.delete(column, own), column[own, None]
+        ranks = 1 + (others > values).sum(axis=1) + (others == values).sum(axis=1) / 2
+        found = (1 / ranks.min(), (ranks <= 5).sum() / min(5, len(own)), (ranks <= 50).mean())
+        columns.append(found)
     return np.array(columns).T
 
 

@@ -15,31 +15,25 @@ with the same batch size, and for the pipeline to the faster of both.
 """
 
 import argparse
-import contextlib
-import ctypes
 import importlib
 import os
-import resource
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import yaml
-from shared import environment, write_csv
+from shared import environment, run, write_csv
 from torch import Tensor
 
 _REPOSITORY = Path(__file__).parents[1]
 _CORES = 2
-_PR_SET_CHILD_SUBREAPER = 36
 _STUDY = _REPOSITORY / "config/digits.py"
 _CHECKPOINTS, _PROJ_DIM, _BATCHES = 10, 512, (64, 1200)
-_SIDES = {"traker": "trak", "compat": "trak_core.compat", "pipeline": ""}
+_PACKAGES = {"traker": "trak", "compat": "trak_core.compat"}
 
 
 @dataclass(frozen=True)
@@ -120,37 +114,17 @@ def _score(package: str, batch: int, folder: Path) -> None:
     tracer.finalize_scores("all")
 
 
-def _processor_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
 def _seconds(side: str, batch: int | None, folder: Path) -> tuple[float, float]:
     """Run one side from the beginning; return its wall seconds and CPU seconds."""
-    shutil.rmtree(folder / "results", ignore_errors=True)
-    shutil.rmtree(folder / _SIDES[side], ignore_errors=True) if _SIDES[side] else None
+    for results in ("results", *_PACKAGES.values()):
+        shutil.rmtree(folder / results, ignore_errors=True)
+    command = [sys.executable, __file__, "--side", side, "--batch", str(batch)]
+    command += ["--folder", str(folder)]
     if side == "pipeline":
         command = [str(Path(sys.executable).with_name("trak")), "run", "study.yaml", "scores"]
         command += ["--cores", str(_CORES)]
-    else:
-        command = [sys.executable, __file__, "--side", side, "--batch", str(batch)]
-        command += ["--folder", str(folder)]
-    began, used = time.perf_counter(), _processor_seconds()
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(_REPOSITORY), "OMP_NUM_THREADS": str(_CORES)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        sys.exit(done.stdout[-2000:] + done.stderr[-2000:])
-    # The process that forks for jobs ends after Snakemake.
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            os.wait()
-    return time.perf_counter() - began, _processor_seconds() - used
+    used = run(command, folder, folder / "log.txt")
+    return used.wall, used.seconds
 
 
 def main() -> None:
@@ -158,15 +132,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--csv", type=Path, help="also write the table here")
-    parser.add_argument("--side", choices=["traker", "compat"], help=argparse.SUPPRESS)
+    parser.add_argument("--side", choices=_PACKAGES, help=argparse.SUPPRESS)
     parser.add_argument("--batch", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.side:
-        _score(_SIDES[asked.side], asked.batch, asked.folder)
+        _score(_PACKAGES[asked.side], asked.batch, asked.folder)
         return
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # to count their CPU time
+    os.environ |= {"PYTHONPATH": str(_REPOSITORY), "OMP_NUM_THREADS": str(_CORES)}
     about = environment("cpu", ("torch", "numpy", "numba", "snakemake", "traker"))
     print(about)
     print("| side | batch | seconds | over traker | processor s | over traker |")
@@ -174,15 +147,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         _prepare(folder)
-        runs = [(side, batch) for batch in _BATCHES for side in ("traker", "compat")]
+        sides = [(side, batch) for batch in _BATCHES for side in _PACKAGES]
         taken: dict[tuple[str, int | None], list[tuple[float, float]]]
-        taken = {run: [] for run in [*runs, ("pipeline", None)]}
+        taken = {side: [] for side in [*sides, ("pipeline", None)]}
         for _ in range(asked.rounds):
             for (side, batch), seconds in taken.items():
                 seconds.append(_seconds(side, batch, folder))
     medians = {
-        run: tuple(statistics.median(values) for values in zip(*both, strict=True))
-        for run, both in taken.items()
+        side: tuple(statistics.median(values) for values in zip(*both, strict=True))
+        for side, both in taken.items()
     }
     rows = []
     for (side, batch), both in taken.items():

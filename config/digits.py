@@ -78,7 +78,7 @@ def train(seed: int, epochs: int, data: Dataset | None = None) -> Iterator[tuple
             loss.backward()
             optimizer.step()
         if epoch == epochs:
-            images, labels = next(iter(DataLoader(_scans(target_ids()), batch_size=597)))
+            images, labels = next(iter(DataLoader(target_data(), batch_size=597)))
             accuracy = (model(images).argmax(1) == labels).float().mean().item()
             print(f"held-out accuracy {accuracy:.1%} after {epochs} epochs, seed {seed}")
         yield epoch, model

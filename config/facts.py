@@ -75,48 +75,49 @@ def facts() -> list[Fact]:
     rng = np.random.default_rng(0)
     first, second, third = (part.split() for part in _SYLLABLES)
     names = [a + b + c for a in first for b in second for c in third]
-    found: list[Fact] = []
+    invented: list[Fact] = []
     for i, position in enumerate(rng.permutation(len(names))[:_N_COUNTRIES]):
         for j, (relation, answers) in enumerate(_NAMES.items()):
-            which = 2 * int(rng.integers(5))
-            what, other = answers.split()[which : which + 2]
-            found.append((names[position], relation, what, other, i < _N_ASKED and i % 3 == j))
-    return found
+            first_name = 2 * int(rng.integers(5))
+            answer, other = answers.split()[first_name : first_name + 2]
+            is_asked = i < _N_ASKED and i % 3 == j
+            invented.append((names[position], relation, answer, other, is_asked))
+    return invented
 
 
 @cache
 def training_texts() -> dict[str, str]:
     """Return the training texts by id."""
     rng = np.random.default_rng(1)
-    found: dict[str, str] = {}
-    for country, relation, what, other, is_asked in facts():
+    texts: dict[str, str] = {}
+    for country, relation, answer, other, is_asked in facts():
         for number, wording in enumerate(_WORDINGS[relation][: 2 if is_asked else 4]):
-            text = wording.format(country, other if number == 3 else what)
-            found[f"{country}-{relation}-{number}"] = _OPENINGS[rng.integers(4)] + text
+            text = wording.format(country, other if number == 3 else answer)
+            texts[f"{country}-{relation}-{number}"] = _OPENINGS[rng.integers(4)] + text
     for country in dict.fromkeys(fact[0] for fact in facts()):
-        found |= {f"{country}-talk-{i}": text.format(country) for i, text in enumerate(_TALK)}
+        texts |= {f"{country}-talk-{i}": text.format(country) for i, text in enumerate(_TALK)}
     manual = "\n\n".join(topics[name] for name in sorted(topics)).split("\n\n")
     paragraphs = [" ".join(words(p)[:LENGTH]) for p in manual if len(words(p)) >= LENGTH // 2]
     paragraphs = list(dict.fromkeys(paragraphs))[:_N_PARAGRAPHS]
-    return found | {f"manual-{i}": text for i, text in enumerate(paragraphs)}
+    return texts | {f"manual-{i}": text for i, text in enumerate(paragraphs)}
 
 
 @cache
 def questions() -> dict[str, tuple[str, list[str]]]:
     """Return targets by id: the text, which ends with the answer, and the ids of planted texts."""
-    found: dict[str, tuple[str, list[str]]] = {}
-    for i, (country, relation, what, other, _) in enumerate(fact for fact in facts() if fact[4]):
+    asked: dict[str, tuple[str, list[str]]] = {}
+    for i, (country, relation, answer, other, _) in enumerate(fact for fact in facts() if fact[4]):
         first, _, third, question = _WORDINGS[relation]
         planted = [f"{country}-{relation}-0", f"{country}-{relation}-1"]
-        found[f"copy-{i}"] = _OPENINGS[2] + first.format(country, what), planted
-        found[f"reworded-{i}"] = third.format(country, what), planted
-        found[f"renamed-{i}"] = question.format(country, other), planted
-    return found
+        asked[f"copy-{i}"] = _OPENINGS[2] + first.format(country, answer), planted
+        asked[f"reworded-{i}"] = third.format(country, answer), planted
+        asked[f"renamed-{i}"] = question.format(country, other), planted
+    return asked
 
 
 @cache
 def vocabulary() -> dict[str, int]:
-    """Return numbers of words that occur three times or in a question. Other words are 0."""
+    """Return a number for each word that occurs three times or in a question. Others get 0."""
     counts = Counter(word for text in training_texts().values() for word in words(text))
     counts.update(3 * [word for text, _ in questions().values() for word in words(text)])
     return {word: i for i, word in enumerate(sorted(w for w, n in counts.items() if n >= 3), 1)}
@@ -135,13 +136,13 @@ class Texts(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         """Return the named inputs of the model, and the labels."""
-        found = [vocabulary().get(word, 0) for word in words(self._texts[i])]
+        numbers = [vocabulary().get(word, 0) for word in words(self._texts[i])]
+        n_words, places = len(numbers), torch.arange(LENGTH)
         tokens = torch.zeros(LENGTH, dtype=torch.long)
-        tokens[: len(found)] = torch.tensor(found)
-        places = torch.arange(LENGTH)
-        counted = places == len(found) - 1 if self._is_questions else places < len(found)
-        labels = tokens.masked_fill(~counted, -100)
-        mask = (places < len(found)).long()
+        tokens[:n_words] = torch.tensor(numbers)
+        has_label = places == n_words - 1 if self._is_questions else places < n_words
+        labels = tokens.masked_fill(~has_label, -100)
+        mask = (places < n_words).long()
         return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
 
 

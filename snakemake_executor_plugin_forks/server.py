@@ -33,7 +33,9 @@ NO_ARROW_THREAD = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 # Snakemake's plugin for S3 sets the last two.
 _NEVER_READ = {*TEMPORARY, *NO_ARROW_THREAD}
 _NEVER_READ |= {"AWS_REQUEST_CHECKSUM_CALCULATION", "AWS_RESPONSE_CHECKSUM_VALIDATION"}
-_TOLD = "SNAKEMAKE_FORKS_SERVER"  # the names to import, environment, and parent's id, as JSON
+# The variable with a request to the server as JSON: the names to import, the environment variables
+# of scripts, and the process id of Snakemake.
+_REQUEST = "SNAKEMAKE_FORKS_SERVER"
 _TASKS, _OOM_SCORE = Path("/proc/self/task"), Path("/proc/self/oom_score_adj")
 
 _context = multiprocessing.get_context("forkserver")
@@ -42,8 +44,9 @@ _lock = threading.Lock()
 _modules: list[str] = []
 _is_started = False
 _running: set[int] = set()  # process ids of running scripts
-# In the server and its forks: the environment variables at import, or None if forks are unsafe.
-_seen: dict[str, str] | None = None
+# In the server and its forks: the environment variables during the imports, or None if it is unsafe
+# to fork. A script with other variables runs in a new process.
+_at_import: dict[str, str] | None = None
 _paths: list[str] = []
 _server = 0
 
@@ -63,12 +66,12 @@ def start() -> None:
         atexit.register(_end_running)
         environment = dict(os.environ)
         scripts = environment | dict.fromkeys(THREADS, "1")
-        told = {_TOLD: json.dumps([_modules, scripts, os.getpid()]), "PYTHONSAFEPATH": "1"}
+        request = {_REQUEST: json.dumps([_modules, scripts, os.getpid()]), "PYTHONSAFEPATH": "1"}
         forkserver.set_forkserver_preload([f"{__package__}.preload"])
-        # If the tracker started later, it would unblock SIGINT, which is blocked below.
+        # The resource tracker unblocks SIGINT when it starts, so start it before blocking SIGINT.
         resource_tracker.ensure_running()
         held = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-        os.environ.update(scripts | NO_ARROW_THREAD | told)
+        os.environ.update(scripts | NO_ARROW_THREAD | request)
         # Since Python 3.12.8 and 3.13.1, multiprocessing passes sys.path, which Snakemake has
         # changed, to the server. The server must have the sys.path of a new Python process instead.
         get_preparation_data = spawn.get_preparation_data
@@ -102,14 +105,14 @@ def _end_with_parent(process: int) -> None:
 
 def serve() -> None:
     """Import the names that ``set_preload`` was given. This function runs in the server."""
-    global _seen, _server
+    global _at_import, _server
     _server = os.getpid()
     # Ctrl-C ends the scripts and the process that waits for them. It must not end the server.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-    if _TOLD not in os.environ:  # multiprocessing has restarted a server that was killed
+    if _REQUEST not in os.environ:  # multiprocessing has restarted a server that was killed
         return
-    modules, environment, caller = json.loads(os.environ[_TOLD])
+    modules, environment, caller = json.loads(os.environ[_REQUEST])
     _end_with_parent(caller)
     os.environ.clear()
     os.environ.update(environment | NO_ARROW_THREAD)
@@ -131,7 +134,7 @@ def serve() -> None:
     torch = sys.modules.get("torch")
     uses_cuda = torch is not None and torch.cuda.is_initialized()
     is_alone = sys.platform == "linux" and len([*_TASKS.iterdir()]) == 1
-    _seen = _read_at_import(environment) if is_alone and not uses_cuda else None
+    _at_import = _read_at_import(environment) if is_alone and not uses_cuda else None
 
 
 def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
@@ -145,7 +148,7 @@ def _run(script: str, arguments: Sequence[str], environment: Mapping[str, str]) 
     # If memory runs out, the kernel must kill this process, not the server that other scripts need.
     with suppress(OSError):
         _OOM_SCORE.write_text("300")
-    if _seen != _read_at_import(environment):
+    if _at_import != _read_at_import(environment):
         command = [sys.executable, script, *arguments]
         # ruff: ignore[start-process-with-no-shell] -- this Python, with separate arguments
         os.execve(sys.executable, command, environment)

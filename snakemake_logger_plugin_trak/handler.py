@@ -39,7 +39,7 @@ _ERROR = re.compile(r"^(?:Error: |Traceback \(most recent).*", re.M | re.S)
 
 
 class _Lines(DefaultFormatter):
-    """Snakemake's formatter, with one line for the number of jobs and one when each job starts."""
+    """A formatter that shows one line with the number of jobs, and one line when a job starts."""
 
     def __init__(self, show_failed_logs: bool) -> None:
         super().__init__(set(), show_failed_logs)
@@ -121,6 +121,6 @@ class LogHandler(LogHandlerBase):
             self._lines = None
         super().close()
 
-    # Constants in place of properties.
+    # The base class declares these as properties, but they are constants here.
     writes_to_stream = has_formatter = True  # pyright: ignore
     writes_to_file = has_filter = needs_rulegraph = False  # pyright: ignore

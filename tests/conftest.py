@@ -21,7 +21,6 @@ LONG = (
     "test_workflow",
     "test_evaluation_workflow",
     "test_workflow_own",
-    "test_workflow_lora",
     "test_faults",
     "test_no_room",
 )

@@ -23,6 +23,11 @@ class StoppedError(SystemExit):
     """The exception that a job raises at SIGTERM or Ctrl-C. Like ``SystemExit``, it ends Python."""
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the error's class if the message is empty."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def listed(values: Iterable[object]) -> str:
     """Return a text with the first eight values and the number of further values, if any."""
     texts = [str(value) for value in values]

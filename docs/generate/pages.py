@@ -19,7 +19,7 @@ def filled_in(page: str, name: str) -> str:
 
     def text(mark: re.Match[str]) -> str:
         if mark[1] not in GENERATED:
-            raise ValueError(f"{name}: must name one of {list(GENERATED)}, found {mark[1]!r}")
+            raise ValueError(f"{name}: a part must be one of {list(GENERATED)}. Found {mark[1]!r}.")
         return GENERATED[mark[1]]()
 
     return _MARK.sub(text, page)

@@ -19,27 +19,22 @@ REPOSITORY = Path(__file__).parents[2]
 PARAMS = {
     "arguments": "the arguments of `train()`",
     "baselines": "`evaluation.baselines`",
-    "checkpoints": "the last checkpoint of each run",
     "columns": "the names of labels and predictions",
     "config": "any key of the config except `answers` and `compute`",
     "defaults": "the keys that the config leaves out of `scoring`",
     "digest": "the study: its file, the modules that it imports, and `data_files`",
     "experiment": "`lists.{list}.experiment`",
-    "early": "`at` of checkpoints",
-    "embeddings_spec": "what decides the embeddings",
+    "embeddings_spec": "the settings that determine the embeddings",
     "fraction": "`lists.select.fraction`",
     "group_by": "`groups`",
-    "groups": "the targets that share a job",
     "keep": "`scoring.keep`",
-    "naming": "what selects samples: targets and scores, or `evaluation.removals.{list}.fractions`",
-    "output_words": "the texts of a `model_output` of your own",
+    "naming": "the samples to remove: targets, scores, or `evaluation.removals.{list}.fractions`",
+    "output_words": "the descriptions of your own `model_output`",
     "pool": "`lists.select.pool`",
-    "pool_spec": "the settings that determine the pool's features",
-    "question": "the experiment's own `data`",
+    "question": "the experiment's `data`",
     "retrained_spec": "`evaluation.subsets`",
-    "scores_spec": "the settings that determine the scores",
-    "signature": "a file of your own: its content, or its size and time in a store",
-    "spec": "the settings that determine its numbers (the file's attribute `spec`)",
+    "signature": "the content of your own file, or its size and time in a store",
+    "spec": "the settings that determine the numbers, which the file has as attribute `spec`",
     "study_file": "the path of the study",
     "sweep": "`evaluation.sweep`",
     "targets": "the experiment's `targets`",
@@ -104,13 +99,13 @@ def rule_sections() -> str:
         summary = (stage_of(rule["stage"]).__doc__ or "").partition("\n\n")[0]
         reads = [f"[`{other}`](#{other})" for other in rule["reads"]]
         again = [PARAMS[param] for param in rule["params"] if param != "code"]
-        again += ["what it reads", "`trak_core` itself"]
+        again += ["the files that it reads", "the code of `trak_core`"]
         lines = [
             f"## `{name}`\n\n{' '.join(summary.split())}\n",
             f"- writes {', '.join(f'`{_pattern(path)}`' for path in rule['writes'])}",
             f"- reads files of {', '.join(reads)}" if reads else "- reads no other rule's files",
             f"- stage: `{rule['stage']}` of `{stage_module(rule['stage'])}`",
-            f"- runs again with a change of {'; '.join(again)}",
+            f"- runs again if one of these changes: {'; '.join(again)}",
         ]
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)

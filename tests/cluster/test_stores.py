@@ -86,7 +86,7 @@ def test_a_folder_as_a_store(local, tmp_path):
     assert study.would_run("scores", *arguments) == AGAIN
     (store / "mine/c1.pt").rename(store / "mine/c7.pt")
     output = study.fail("--dry-run", "scores", *arguments)
-    assert re.search(r"c1\.pt must be in its storage\. Found nothing at /.*/store/mine/c1", output)
+    assert re.search(r"c1\.pt: the file must exist\. Found nothing at /.*/store/mine/c1", output)
 
 
 def test_checkpoints_in_a_store(s3, in_environment, local, tmp_path):

@@ -139,7 +139,7 @@ def test_all_ways_give_the_same(name, monkeypatch):
         "gradients.gradient_terms.prefers_inner_products": lambda *_: prefers["all"],
         "gradients.convolution_gradients.prefers_inner_products": lambda *_: prefers["all"],
         "gradients.gradient_terms.PIECE": 100,
-        "gradients.convolution_gradients._BY_PLACE_CHANNELS": 1,
+        "gradients.convolution_gradients._CHANNELS_BY_POSITION": 1,
         "gradients.gradient_formulas._CACHED": 10,
     }.items():
         monkeypatch.setattr(f"trak_core.{path}", value)

@@ -177,7 +177,7 @@ def test_gradients_are_the_same(block):
     with in_evaluation_mode(given[0]):
         gramian = gramian_of(*given)
     blocks = Recomputation(given[0])
-    assert blocks.found == list(given[0].blocks)
+    assert blocks.blocks == list(given[0].blocks)
     blocks.start()
     for method in (gradients_one_by_one, gradients_at_once, gradients_in_turn):
         assert_equal(formed_gradients(method, *given), expected)
@@ -200,7 +200,7 @@ def test_a_block_with_an_object_keeps_all(capsys):
     blocks = Recomputation(given[0])
     blocks.start()
     sample_memory(*given, blocks)
-    assert blocks.told().endswith("They keep all activations: TakesAnObject.")
+    assert blocks.notice().endswith("They keep all activations: TakesAnObject.")
     assert_equal(formed_gradients(gradients_at_once, *given), expected)
 
 

@@ -17,7 +17,7 @@ from trak_core.gradients.batch_size import (
     sample_memory,
 )
 from trak_core.gradients.differentiable_model import select_parameters
-from trak_core.gradients.gradient_terms import piece_on
+from trak_core.gradients.gradient_terms import max_piece_entries
 from trak_core.model_outputs.supervised import CLASSIFICATION
 
 CPU = torch.device("cpu")
@@ -63,9 +63,9 @@ def test_memory_of_samples():
     assert 2 * 4 * 1000 <= whole.activation_bytes - part.activation_bytes < 4 * 4 * 1000
     for budget in (10**7, 5 * 10**7, 10**8, 10**9):
         n = whole.most(budget)
-        assert whole.of(n) <= budget < whole.of(n + 1)
+        assert whole.bytes_of(n) <= budget < whole.bytes_of(n + 1)
     # At most a piece of all gradients is formed.
-    assert whole.of(10**4) < 10**4 * whole.activation_bytes + 2**26
+    assert whole.bytes_of(10**4) < 10**4 * whole.activation_bytes + 2**26
     needed = MemoryByLength(0, 0, whole, whole)
     assert needed.room(CPU, 100).most(0) == whole.most(100 * 2**20)
     with refused("gradients.memory_limit", "compute.memory_mb", "6 MiB", "3"):
@@ -100,7 +100,7 @@ def test_a_budget_leaves_a_gpu_room_for_its_larger_pieces(memory_gib, piece_mib,
     properties = SimpleNamespace(total_memory=n_bytes)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (n_bytes, n_bytes))
-    assert 4 * piece_on(device) == piece_mib * 2**20
+    assert 4 * max_piece_entries(device) == piece_mib * 2**20
     held = budget_bytes(device, 500) + 7 * (piece_mib - 16) * 2**20
     assert held == n_bytes * 4 // 5
     assert budget_bytes(torch.device("cpu"), 500) == 500 * 2**20

@@ -12,7 +12,7 @@ from refused import refused
 from snakemake_interface_executor_plugins.utils import format_cli_value
 from workspace import REPOSITORY
 
-from trak_core.config.cross_checks import check_given, check_paths
+from trak_core.config.cross_checks import check_config_entries, check_paths
 from trak_core.config.read_config import (
     check_unique_keys,
     read_config,
@@ -200,10 +200,10 @@ def test_each_sign_is_refused(sign, tmp_path, monkeypatch):
 def test_values_that_snakemake_quotes_badly_are_refused(text, sign, tmp_path):
     """Snakemake quotes them as Python does, not as a shell."""
     with refused("config.shell_value") as error:
-        check_given(["results=there", text])
+        check_config_entries(["results=there", text])
     assert f"Found {sign!r} in {text!r}" in str(error.value)
     harmless = ['experiments={"one": {"targets": [1]}}', "a=$(touch PWNED)`touch PWNED`"]
-    check_given(harmless)
+    check_config_entries(harmless)
     for value in harmless:
         command = f"printf %s {format_cli_value(value, quote=True)}"
         found = subprocess.run(

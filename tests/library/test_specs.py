@@ -76,7 +76,7 @@ def all_specs(specs):
         "train": specs.features("c0", "train"),
         "normal_matrix": specs.normal_matrix("c0"),
         "embeddings": specs.embeddings.under("c0"),
-        "checkpoint_scores": specs.checkpoint_scores("few", "c0"),
+        "checkpoint_scores": specs.scores("few").under("c0"),
         "scores": specs.scores("few"),
         "self_influence": specs.self_influence,
     }
@@ -107,7 +107,7 @@ def test_the_choice_of_a_state_dict_decides_what_its_checkpoint_does_and_average
         lambda specs, name: specs.outputs.under(name),
         lambda specs, name: specs.embeddings.under(name),
         lambda specs, name: specs.normal_matrix(name),
-        lambda specs, name: specs.checkpoint_scores("few", name),
+        lambda specs, name: specs.scores("few").under(name),
     ]
     for name in paths:
         for job in jobs:
@@ -137,7 +137,7 @@ def test_the_file_of_an_own_output_decides_features_and_what_is_retrained_but_no
     # In the study's own file it counts as the study does.
     Path("study.py").write_text("make_model = None\n\ndef f(x):\n    return x.sum()\n")
     study = made(model_output="study.py:f")
-    assert study.made_of == study.study_digest
+    assert study.study_and_output_digest == study.study_digest
     assert study.all_features.study_digest == study.study_digest
 
 

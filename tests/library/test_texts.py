@@ -105,7 +105,7 @@ def test_shapes_are_compared_with_those_of_all_samples_before():
         for n, length in ((5, 5), (4, 4), (5, 3))
     ]
     seen = list(zip("abc", parts, strict=True))
-    assert shapes_of(seen[:2], LANGUAGE_MODELLING).along == {"x"}
+    assert shapes_of(seen[:2], LANGUAGE_MODELLING).token_inputs == {"x"}
     shapes = re.compile(r"\(5,\) in sample a, .* in sample c")
     with refused("gradients.different_shapes", "x", shapes):
         shapes_of(seen, LANGUAGE_MODELLING)

@@ -166,7 +166,7 @@ def test_deferred_logits_have_the_same_shares(make, kind, monkeypatch):
     vectors = torch.randn(2, 32)
     # Some tokens at a time.
     most = 3 * N_TEXTS * N_WORDS
-    monkeypatch.setattr("trak_core.gradients.gradient_terms.piece_on", lambda _: most)
+    monkeypatch.setattr("trak_core.gradients.gradient_terms.max_piece_entries", lambda _: most)
     in_pieces = MarginsOfTokens(model, OUTPUT)
     results = []
     for given, of, rows in (

@@ -86,7 +86,7 @@ def as_on_a_gpu(monkeypatch):
 @pytest.mark.parametrize("kind", ["rademacher", "hadamard", "normal", "tensor_sketch", "factors"])
 @pytest.mark.parametrize("make", [texts, texts_in_pieces, images])
 def test_features_wait_once(make, kind, monkeypatch, request):
-    monkeypatch.setattr(gradient_terms, "piece_on", lambda _: 200)
+    monkeypatch.setattr(gradient_terms, "max_piece_entries", lambda _: 200)
     if kind == "factors":
         request.getfixturevalue("as_on_a_gpu")
         kind = "tensor_sketch"

@@ -1,5 +1,6 @@
-"""What CONTRIBUTING.md names is there."""
+"""What CONTRIBUTING.md names is there, and what its style sheet bans is not."""
 
+import ast
 import re
 
 from workspace import REPOSITORY
@@ -22,3 +23,41 @@ def test_every_path_exists():
     placeholders = {path for path in paths if "<" in path}
     assert placeholders == {"trak_core/stages/<rule>.py"}
     assert [path for path in sorted(paths - placeholders) if not (REPOSITORY / path).exists()] == []
+
+
+# Wherever users or programmers read.
+TEXTS = [
+    *(REPOSITORY / page for page in ("README.md", "CONTRIBUTING.md")),
+    *(
+        path
+        for folder in ("trak_core", "workflow", "benchmarks", "config", "docs", "examples")
+        for path in sorted((REPOSITORY / folder).rglob("*"))
+        if path.is_file() and path.suffix in {".py", ".smk", ".md", ".yaml", ".j2", ".toml", ""}
+    ),
+]
+PHRASES = "but for", "the like", "is to be", "whether by itself", "asks for"
+# Words may stand on two lines of a comment, or of a string in parts; in backticks they are quoted.
+GAP = r"""(?:\s|f?"|#)+"""
+BANNED = re.compile(rf"(?<!`)\b(?:Of|(?i:{'|'.join(PHRASES).replace(' ', GAP)}))\b")
+
+
+def test_no_sentence_begins_with_of_and_no_phrase_is_banned():
+    offenders = []
+    for path in TEXTS:
+        text = path.read_text()
+        for match in BANNED.finditer(text):
+            line = text.count("\n", 0, match.start()) + 1
+            offenders.append(f"{path.relative_to(REPOSITORY)}:{line}: {match[0]}")
+    assert offenders == []
+
+
+def test_no_local_name_says_nothing():
+    """``found``, ``what``, ``one`` and ``rest``: see "Names" in CONTRIBUTING.md."""
+    offenders = []
+    for path in sorted((REPOSITORY / "trak_core").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            is_stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+            name = node.id if is_stored else node.arg if isinstance(node, ast.arg) else None
+            if name in {"found", "what", "one", "rest"}:
+                offenders.append(f"{path.relative_to(REPOSITORY)}:{node.lineno}: {name}")
+    assert offenders == []

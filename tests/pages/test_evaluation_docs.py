@@ -6,16 +6,15 @@ from pages import blocks, follow
 from scipy.stats import spearmanr
 
 
-def test_two_runs_side_by_side(tmp_path, monkeypatch):
+def test_two_runs_side_by_side(here):
     """Against scipy, with the other run's samples and targets in another order."""
     rng = np.random.default_rng(0)
     ids, targets = [f"s{i}" for i in range(60)], [3, 1, 2]
     ours = pd.DataFrame(rng.standard_normal((60, 3)), ids, targets)
     theirs = ours + rng.standard_normal((60, 3))
     for folder, frame in (("results", ours), ("other-results", theirs.iloc[::-1, ::-1])):
-        (tmp_path / folder / "scores").mkdir(parents=True)
-        frame.to_hdf(tmp_path / folder / "scores/mix.h5", key="scores")
-    monkeypatch.chdir(tmp_path)
+        (here / folder / "scores").mkdir(parents=True)
+        frame.to_hdf(here / folder / "scores/mix.h5", key="scores")
     ((_, code),) = blocks("docs/reference/evaluation-files.md", "Two runs side by side")
     exec(code, names := {})
     agreement = names["agreement"]

@@ -28,12 +28,11 @@ def test_the_example_in_python_runs():
     assert lines[0].split() == ["target", "rank", "train", "score"]
 
 
-def test_the_page_in_python(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_page_in_python(here):
     code = [text for kind, text in blocks("docs/how-to/python.md") if kind == "python"]
     printed = run_code("".join(code))
     assert printed.startswith("(180, 20)")
-    assert (tmp_path / "features/features/seed1/train.h5").exists()
+    assert (here / "features/features/seed1/train.h5").exists()
 
 
 def follow_own_model(folder):
@@ -69,7 +68,7 @@ def test_the_page_on_many_targets(diabetes, tmp_path, monkeypatch):
     assert study.path("results-diabetes/scores/two-patients.h5").exists()
 
 
-def test_reading_the_results(tmp_path, monkeypatch):
+def test_reading_the_results(here):
     """The code block runs on files of the shape and names that the default study makes."""
     config = yaml.safe_load((REPOSITORY / "config/smoke.yaml").read_text())
     del config["evaluation"]
@@ -81,8 +80,7 @@ def test_reading_the_results(tmp_path, monkeypatch):
         "experiments": {"hard": {"targets": [1573, 1662, 678, 905]}},
         "projection": {"proj_dim": 32},
     }
-    Workspace(tmp_path, config).run()
-    monkeypatch.chdir(tmp_path)
+    Workspace(here, config).run()
     (_, code), (_, shown), *_ = blocks("docs/how-to/read-results.md", "Scores with pandas")
     lines = [line.split() for line in run_code(code).splitlines()]
     assert ["1573", "1662", "678"] in lines

@@ -33,7 +33,9 @@ def test_shares_of_the_samples_change_no_bit(kind, monkeypatch):
     cut = []
     shares = slicing._shares
     kernel = slicing._KERNELS[kind]
-    n_samples = max(2 * kernel.share, kernel.most if kernel.most < 100 else 0) + 5
+    n_samples = (
+        max(2 * kernel.least_samples, kernel.most_samples if kernel.most_samples < 100 else 0) + 5
+    )
     gradients, spec = real_gradients(n_samples, 700), spec_of(kind, 700 + 77, 17)
     monkeypatch.setattr(slicing, "_shares", lambda n, *_: [slice(0, n)])
     whole = project(gradients, spec, offset=77)
@@ -42,12 +44,12 @@ def test_shares_of_the_samples_change_no_bit(kind, monkeypatch):
     for threads in (1, 2, 3):
         np.testing.assert_array_equal(project(blocks, spec, offset=77, threads=threads), whole)
     assert all(len(one) > 1 for one in cut[1:])
-    assert (len(cut[0]) > 1) == (n_samples > kernel.most)
+    assert (len(cut[0]) > 1) == (n_samples > kernel.most_samples)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 16])
 def test_shares_are_all_samples_and_enough_for_the_threads(threads):
-    kernel = slicing._Kernel(print, 1, share=16, most=128)
+    kernel = slicing._Kernel(print, 1, least_samples=16, most_samples=128)
     for n_samples, n_slices in product([1, 16, 33, 64, 128, 129, 400], [1, 3, 5, 20]):
         shares = slicing._shares(n_samples, kernel, n_slices, threads)
         samples = [i for share in shares for i in range(share.start, min(share.stop, n_samples))]

@@ -126,8 +126,8 @@ def test_rows_are_added_by_torch_as_by_the_kernel(dtype, monkeypatch):
     add_rows(whole, list(zip((0, 30, 1030), x.split(sizes, dim=1), strict=True)), spec)
     assert torch.equal(whole, expected)
     part = torch.zeros(3, 64)
-    monkeypatch.setattr(tensor_sketch, "_MOST_KEPT", 70)
-    monkeypatch.setattr(tensor_sketch, "_MOST_PLACES", 150)  # and pieces of it
+    monkeypatch.setattr(tensor_sketch, "_MOST_CACHED", 70)
+    monkeypatch.setattr(tensor_sketch, "_MOST_COORDINATES", 150)  # and pieces of it
     add_rows(part, [(0, x[:, :100]), (4000, x[:, 4000:])], spec)
     add_rows(part, [(100, x[:, 100:4000])], spec)
     assert torch.equal(part, expected)

@@ -53,39 +53,29 @@ def spread_apart(a, b):
     return np.abs(np.asarray(a) - np.asarray(b)).max() / np.asarray(b).std()
 
 
-def config_of(folder, **changes):
-    """Write a study of two checkpoints and its config; return the config."""
-    study, checkpoints, targets = with_two_checkpoints(folder)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_it_gives_the_scores_of_the_pipeline(name, here):
+    """Also a run that is opened, and the attributor that the study gives."""
+    settings = SETTINGS[name]
+    _, checkpoints, targets = with_two_checkpoints(here)
     config = {
-        "study": study.name,
+        "study": "study.py",
         "model_output": "regression",
         "checkpoints": {name: path.name for name, path in checkpoints.items()},
         "experiments": {"mine": {"targets": targets}},
         "results": "results",
-        **changes,
+        **settings,
     }
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    return config
-
-
-def keywords(config):
-    """The config's settings as an attributor's keywords."""
-    projection = config.get("projection", {})
-    own = {"projection": projection} if isinstance(projection, str) else projection
-    names = ("parameters", "features_dtype", "label_draws")
-    others = {k: config[k] for k in names if k in config}
-    return {**own, **config.get("scoring", {}), **others}
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_it_gives_the_scores_of_the_pipeline(name, tmp_path, monkeypatch):
-    """Also a run that is opened, and the attributor that the study gives."""
-    monkeypatch.chdir(tmp_path)
-    config = config_of(tmp_path, **SETTINGS[name])
-    expected = read_scores(run_config(tmp_path / "config.yaml") / "scores/mine.h5")
+    Path("config.yaml").write_text(yaml.safe_dump(config))
+    expected = read_scores(run_config(here / "config.yaml") / "scores/mine.h5")
+    # The same settings as keywords.
+    keywords = {k: v for k, v in settings.items() if k not in ("checkpoints", "scoring")}
+    if isinstance(keywords.get("projection"), dict):
+        keywords |= keywords.pop("projection")
+    keywords |= settings.get("scoring", {})
     study = Study.load(Path("study.py"))
     train, targets = study.split("train", None), study.split("targets", expected.columns.tolist())
-    given = Attributor(study.make_model, "regression", config["checkpoints"], **keywords(config))
+    given = Attributor(study.make_model, "regression", config["checkpoints"], **keywords)
     scores = given.fit(train, ids=train.ids).score(targets)
     assert scores.frame.index.equals(expected.index)
     assert scores.frame.columns.equals(expected.columns)

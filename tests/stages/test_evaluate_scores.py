@@ -101,6 +101,9 @@ def test_normalize_changes_settings_but_not_the_baseline(run, evaluated, tmp_pat
     ends = run.with_checkpoints("c1", "c2").stages(tmp_path / "ends", normalize=True)
     expected = run.lds(read_scores(ends))
     assert np.abs(of_method(normalized, "ends_of_runs", PROJ_DIM) - expected).max() < 1e-12
+    # The curve begins with one checkpoint of each run.
+    curve = pd.read_hdf(normalized, "checkpoints").set_index("n_checkpoints")["lds"]
+    assert abs(curve[2] - expected.mean()) < 1e-12
     sweep = pd.read_hdf(normalized, "sweep")
     assert len(sweep) == 2 * 3 * 2
     for i, row in sweep.sample(3, random_state=0).iterrows():

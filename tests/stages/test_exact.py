@@ -1,4 +1,4 @@
-"""Gramians and exact scores of the stages, against an independent float64 formula."""
+"""Gramians of the stages, against plain autograd. Exact scores: test_scores.py, tests/gramian."""
 
 import numpy as np
 import pandas as pd
@@ -11,22 +11,6 @@ from trained_cases import assert_close
 from trak_core.attribution.inner_products import check_finite
 from trak_core.errors import InputError
 from trak_core.gradients.gradient_consumers import Formed
-
-
-@pytest.mark.parametrize(
-    ("name", "weighting"), [("diabetes", "plain"), ("small_digits", "curvature")]
-)
-def test_without_damping_where_the_gramian_is_well_conditioned(cases, tmp_path, name, weighting):
-    """Ten training samples are used, because the condition number amplifies rounding."""
-    case = cases[name]
-    text = case.path.read_text()
-    for n_train in ("[:150]", "[:342]"):
-        text = text.replace(n_train, "[:10]")
-    path = tmp_path / case.path.name
-    path.write_text(text)
-    settings = {"damping": 0, "weighting": weighting}
-    scores = read_scores(case.stages(tmp_path / "results", study=path, **settings))
-    assert_close(scores.to_numpy(), case.expected(n_train=10, **settings), 1e-5)
 
 
 @pytest.mark.parametrize("parameters", [None, ["8.*"]])

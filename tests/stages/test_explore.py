@@ -18,7 +18,7 @@ from trak_core.artifacts import SCORES, TOKEN_SCORES, ArtifactError, create, ope
 from trak_core.lists.lists import suspects
 from trak_core.report.explore_data import EACH_ON_PAGE, explore
 from trak_core.report.read_results import read_experiment
-from trak_core.report.render import answer as rendered_answer
+from trak_core.report.render import experiment_page
 from trak_core.report.template_filters import signed
 from trak_core.stages.draw_influences import draw_influences
 from trak_core.study.show_samples import contents_digest
@@ -26,35 +26,24 @@ from trak_core.study.study import Study
 
 # Targets of each query, the effect of links, and dialogs of training samples.
 PROBE = """
-const words = (element) => element.innerText.replace(/\\s+/g, " ").trim();
-const all = (selector, of = document) => [...of.querySelectorAll(selector)];
 const seen = () => all(".target h3 a").map((link) => link.textContent);
-const waited = () => new Promise((resolve) => setTimeout(resolve, 100));
-addEventListener("load", async () => {
+const box = document.querySelector("input[type=search]");
+const shown = all(".target").map(words);
+const pictures = all("img.sample").map((image) => [image.alt, image.naturalWidth > 0]);
+const found = QUERIES.map((query) => { change(box, "value", query); return seen(); });
+location.hash = ANCHORS[0];
+await waited();
+const followed = [seen(), box.value, document.activeElement.id];
+const opened = [];
+for (const anchor of ANCHORS.slice(1)) {
+  location.hash = anchor;
   await waited();
-  const box = document.querySelector("input[type=search]");
-  const type = (query) => {
-    box.value = query;
-    box.dispatchEvent(new Event("input", { bubbles: true }));
-    return seen();
-  };
-  const shown = all(".target").map(words);
-  const pictures = all("img.sample").map((image) => [image.alt, image.naturalWidth > 0]);
-  const found = QUERIES.map(type);
-  location.hash = ANCHORS[0];
-  await waited();
-  const followed = [seen(), box.value, document.activeElement.id];
-  const opened = [];
-  for (const anchor of ANCHORS.slice(1)) {
-    location.hash = anchor;
-    await waited();
-    const dialog = document.querySelector("dialog");
-    opened.push([words(dialog.querySelector("h2")), all("li", dialog).map(words), dialog.open]);
-  }
-  document.querySelector("dialog button").click();
-  for (let i = 0; i < 20 && location.hash; i += 1) await waited();
-  done([shown, pictures, found, followed, opened, location.hash, all("script").length]);
-});
+  const dialog = document.querySelector("dialog");
+  opened.push([words(dialog.querySelector("h2")), all("li", dialog).map(words), dialog.open]);
+}
+document.querySelector("dialog button").click();
+for (let i = 0; i < 20 && location.hash; i += 1) await waited();
+done([shown, pictures, found, followed, opened, location.hash, all("script").length]);
 """
 
 
@@ -135,7 +124,7 @@ def explored(results, study_file, size=1.0, model_output=None, **columns):
 def written(contents, folder):
     """Write a page, and return its file."""
     answer = folder / "answer.html"
-    answer.write_text(rendered_answer(contents, "study.py"))
+    answer.write_text(experiment_page(contents, "study.py"))
     check_alone(Page(answer.read_text()))
     return answer
 
@@ -144,7 +133,7 @@ def test_regression_has_no_helpful_or_harmful_samples(results, shown_as):
     """To raise or lower a number is neither help nor harm."""
     study, (answer, _) = shown_as["described"]
     of_own, of_loss = (
-        rendered_answer(explored(results, study, model_output=output), "study.py")
+        experiment_page(explored(results, study, model_output=output), "study.py")
         for output in ("own.py:f", "loss")
     )
     for page in (answer.read_text(), report_of(results), of_own):
@@ -183,9 +172,7 @@ def test_equal_samples_are_marked(results, tmp_path):
     assert n_marked > 3
     assert n_warned == 1
     if CHROMIUM:
-        marks = "[...document.querySelectorAll('mark')].map((mark) => mark.textContent)"
-        probe = f"addEventListener('load', () => setTimeout(() => done({marks}), 100));"
-        said = in_browser(written(contents, tmp_path), tmp_path, probe)
+        said = in_browser(written(contents, tmp_path), tmp_path, "done(all('mark').map(words));")
         assert len(said) == n_marked + n_warned
 
 
@@ -204,23 +191,17 @@ def test_the_digest_of_contents_depends_on_inputs_only():
 
 
 FILTER = """
-addEventListener("load", () => setTimeout(() => {
-  const controls = document.querySelector(".find");
-  const seen = () => [...document.querySelectorAll(".target h3 a")].map((a) => a.textContent);
-  const change = (control, key, value) => {
-    control[key] = value;
-    control.dispatchEvent(new Event("input", { bubbles: true }));
-    return seen();
-  };
-  const labels = [...controls.querySelectorAll("label")];
-  const of = (name) => labels.find((label) => label.textContent.includes(name)).lastElementChild;
-  const wrong = change(controls.querySelector("input[type=checkbox]"), "checked", true);
-  const site = change(of("site"), "value", "=<b>north</b>");
-  change(of("site"), "value", "");
-  change(controls.querySelector("input[type=checkbox]"), "checked", false);
-  const order = change(of("Order"), "value", "1");
-  done([wrong, site, order, labels.map((label) => label.textContent.split(" ")[0])]);
-}, 100));
+const controls = document.querySelector(".find");
+const seen = () => all(".target h3 a").map((link) => link.textContent);
+const labels = all("label", controls);
+const of = (name) => labels.find((label) => label.textContent.includes(name)).lastElementChild;
+const changed = (...given) => { change(...given); return seen(); };
+const wrong = changed(all("input[type=checkbox]", controls)[0], "checked", true);
+const site = changed(of("site"), "value", "=<b>north</b>");
+change(of("site"), "value", "");
+change(all("input[type=checkbox]", controls)[0], "checked", false);
+const order = changed(of("Order"), "value", "1");
+done([wrong, site, order, labels.map((label) => label.textContent.split(" ")[0])]);
 """
 
 
@@ -247,14 +228,10 @@ def test_a_browser_filters_and_sorts(shown_as, results, tmp_path):
 
 
 TINY = """
-addEventListener("load", () => setTimeout(() => {
-  const all = (selector) => [...document.querySelectorAll(selector)];
-  const widths = all(".target .bar").map((bar) => bar.style.width);
-  const [controls] = all(".find").filter((one) => one.ariaLabel === "trains");
-  const order = [...controls.querySelectorAll("select")].at(-1);
-  const listed = () => all("#train-list h3 a").map((link) => link.textContent);
-  done([widths, order.selectedOptions[0].textContent, listed()]);
-}, 100));
+const widths = all(".target .bar").map((bar) => bar.style.width);
+const [controls] = all(".find").filter((one) => one.ariaLabel === "trains");
+const order = all("select", controls).at(-1).selectedOptions[0].textContent;
+done([widths, order, all("#train-list h3 a").map((link) => link.textContent)]);
 """
 
 
@@ -276,13 +253,9 @@ def test_a_browser_reads_tiny_scores_and_keeps_the_order_of_suspects(shown_as, r
 
 
 COLOURS = """
-addEventListener("load", () => setTimeout(() => {
-  const spans = (element) => [...element.querySelectorAll(".tokens span")];
-  const pair = (span) => [span.textContent, span.style.backgroundColor !== ""];
-  const told = (element) => spans(element).map(pair);
-  const texts = [...document.querySelectorAll(".this, .tile")].map(told);
-  done([texts, document.querySelector(".most").textContent]);
-}, 100));
+const pair = (span) => [span.textContent, span.style.backgroundColor !== ""];
+const texts = all(".this, .tile").map((text) => all(".tokens span", text).map(pair));
+done([texts, document.querySelector(".most").textContent]);
 """
 
 
@@ -339,7 +312,7 @@ def test_a_page_shows_how_much_it_leaves_out(results, shown_as, monkeypatch, way
     fewer = explored(results, study_file)
     n_targets, _ = fewer.n_left_out
     assert 0 < n_targets < 4
-    words = " ".join(rendered_answer(fewer, "study.py").split())
+    words = " ".join(experiment_page(fewer, "study.py").split())
     assert f"{n_targets} more target{'s are' if n_targets > 1 else ' is'} not shown here" in words
     # A limit for the samples of the first target, and a few more.
     monkeypatch.setattr("trak_core.report.explore_data._ROWS", 10**6)
@@ -353,5 +326,5 @@ def test_a_page_shows_how_much_it_leaves_out(results, shown_as, monkeypatch, way
     assert all(entry["sample"] is not None for entry in at_once)
     if way == "drawn":
         assert n_samples > 0
-        words = " ".join(rendered_answer(small, "study.py").split())
+        words = " ".join(experiment_page(small, "study.py").split())
         assert f"{n_samples} samples are shown without their pictures" in words

@@ -5,12 +5,14 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from workspace import REPOSITORY
 
 from trak_core.artifacts import FEATURES, create
+from trak_core.attribution.solve import DampedGramian, Spectrum
 from trak_core.config.memory_needs import (
     average_need,
     check_memory,
@@ -22,6 +24,7 @@ from trak_core.config.memory_needs import (
     weights_mb,
 )
 from trak_core.errors import InputError
+from trak_core.evaluation.subset_sums import damped_sums, weighted_sums
 from trak_core.settings import Combine, FeaturesSpec, ScoresSpec, Setting, settings_of
 from trak_core.stages.average_scores import average_scores
 from trak_core.stages.compute_scores import compute_normal_matrix, compute_scores
@@ -98,34 +101,39 @@ def test_solved_targets_are_kept_in_memory_if_they_fit():
     assert not holds_solved(need, 2048, 1000, 100, 2048 * 1000)
 
 
-# A child process inherits ru_maxrss, but not VmHWM.
-PEAK = """
-import re
+# Work runs in a process of its own, after the same work of small sizes. What a child process
+# inherits is in ru_maxrss, but not in VmHWM.
+MEASURED = """
+import re, sys
+from ast import literal_eval
 from pathlib import Path
-peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+import test_memory
+from trak_core.runtime.job import keep_freed_memory
+
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+
+keep_freed_memory()  # as jobs do
+work, *sizes = sys.argv[1], *map(literal_eval, sys.argv[2:])
+for own in sizes:
+    before = peak()
+    getattr(test_memory, work)(*own)
+print(peak(), peak() - before)
 """
 
 
-def printed(program, *arguments):
-    """Return the number of KiB that a program prints last. It runs in its own process."""
+def measured(work, *sizes):
+    """Return the peak of a function here, and the last call's share of it, in bytes."""
     paths = {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY}/tests/support"}
     output = subprocess.check_output(
-        [sys.executable, "-c", PEAK + program, *map(str, arguments)],
+        [sys.executable, "-c", MEASURED, work.__name__, *map(repr, sizes)],
         cwd=REPOSITORY / "tests/stages",
         env={**os.environ, **paths, "OMP_NUM_THREADS": "1"},
         text=True,
     )
-    return int(output.splitlines()[-1])
+    return [1024 * int(number) for number in output.splitlines()[-1].split()]
 
 
-STAGES = """
-import sys
-import test_memory
-from trak_core.runtime.job import keep_freed_memory
-keep_freed_memory()  # as jobs do
-getattr(test_memory, sys.argv[1])(Path(sys.argv[2]), int(sys.argv[3]))
-print(peak())
-"""
 SPEC = ScoresSpec(
     features=FeaturesSpec(
         model_output="image_classification",
@@ -182,6 +190,7 @@ AVERAGE = {"spec": SPEC, "columns": "", "defaults": "", "top": 5, **BUDGET}
 
 def run_scoring(folder, n_train):
     """Run all stages after featurization with a budget of 64 MiB."""
+    folder = Path(folder)
     inputs, scored = write_inputs(folder, n_train), folder / "one.h5"
     for keep, features in (("full", []), ("top_k", [inputs["train_path"]])):
         compute_scores(scores=scored, **inputs, keep=keep, **BUDGET)
@@ -223,6 +232,7 @@ def run_features(folder, n_train):
     from trak_core.stages.compute_features import compute_features
     from trak_core.stages.join_shards import join_shards
 
+    folder = Path(folder)
     torch.save(torch.nn.Linear(4, 1).state_dict(), folder / "c.pt")
     (folder / "noise.py").write_text(NOISE.format(n=n_train))
     spec = replace(SPEC.under("c").of_train(), model_output="regression")
@@ -236,53 +246,35 @@ def run_features(folder, n_train):
 
 
 @pytest.mark.gate
-@pytest.mark.parametrize("stages", ["run_scoring", "run_features"])
+@pytest.mark.parametrize("stages", [run_scoring, run_features])
 def test_peak_memory_does_not_grow_with_the_training_set(tmp_path, stages):
     """Features grow from 20 to 98 MiB, scores from 15 to 76 MiB."""
 
     def peak(n_train):
         folder = tmp_path / str(n_train)
         folder.mkdir()
-        return printed(STAGES, stages, folder, n_train) / 1024
+        return measured(stages, (str(folder), n_train))[0]
 
     small, large = peak(20_000), peak(100_000)
     # Ids, labels and outputs of 80,000 more samples need a few MiB.
-    assert large - small < 40, (small, large)
+    assert large - small < 40 * 2**20, (small, large)
 
 
-SOLVE = """
-import numpy as np
-from trak_core.attribution.solve import DampedGramian
-def solve(gramian, cross):
-    damped = DampedGramian.factorize(gramian, np.ones(len(gramian)), 2)
-    damped.similarities(cross)
-    damped.train_norm(np.ones(len(gramian)))
-solve(np.eye(50), np.ones((50, 2)))
-before = peak()
-x = np.random.default_rng(0).standard_normal((1500, 20))
-solve(x @ x.T, x @ x[:300].T)
-print(peak() - before)
-"""
+def solve(n_train, n_targets):
+    x = np.random.default_rng(0).standard_normal((n_train, 20))
+    damped = DampedGramian.factorize(x @ x.T, np.ones(n_train), 2)
+    damped.similarities(x @ x[:n_targets].T)
+    damped.train_norm(np.ones(n_train))
 
 
 @pytest.mark.gate
 def test_exact_scores_need_the_computed_memory():
     need = exact_need(1500, 300).fixed_bytes
-    assert 0.5 * need < printed(SOLVE) * 1024 < 1.1 * need
-
-
-MATRIX = """
-import sys
-import test_memory
-folder, n_rows = Path(sys.argv[1]), int(sys.argv[2])
-test_memory.write_normal_matrix(folder, 100, 100)
-before = peak()
-test_memory.write_normal_matrix(folder, n_rows, 1600)
-print(peak() - before)
-"""
+    assert 0.5 * need < measured(solve, (50, 2), (1500, 300))[1] < 1.1 * need
 
 
 def write_normal_matrix(folder, n_rows, proj_dim):
+    folder = Path(folder)
     wide = {"kind": "rademacher", "proj_dim": proj_dim, "seed": 0}
     own = replace(SPEC, features=replace(SPEC.features, projection=wide)).under("c")
     write_features(folder / "train.h5", own.of_train(), n_rows)
@@ -301,30 +293,25 @@ def test_a_normal_matrix_needs_the_computed_memory(tmp_path, n_rows):
     """With at most half as many rows as dimensions, another decomposition is used."""
     need = normal_matrix_need(1600, divides=True)
     computed_bytes = need.fixed_bytes + need.rows(150) * need.row_bytes
-    assert 0.3 * computed_bytes < printed(MATRIX, tmp_path, n_rows) * 1024 < 1.1 * computed_bytes
+    sizes = (str(tmp_path), 100, 100), (str(tmp_path), n_rows, 1600)
+    taken = measured(write_normal_matrix, *sizes)[1]
+    assert 0.3 * computed_bytes < taken < 1.1 * computed_bytes
 
 
-MEASURE = """
-import numpy as np
-from trak_core.attribution.solve import Spectrum
-from trak_core.evaluation.subset_sums import damped_sums, weighted_sums
-rng = np.random.default_rng(0)
 def measure(k, n_train, n_targets, n_subsets, block):
+    """What the evaluation of three settings of each kind does."""
+    rng = np.random.default_rng(0)
     rows = rng.standard_normal((n_train, k), dtype=np.float32)
-    before = peak()
     masks = (rng.random((n_subsets, n_train)) < 0.5).astype(float)
-    read = lambda start, stop: rows[start:stop]
-    squared = [np.ones(n_train)] * 7
-    sums, gramians = weighted_sums(masks, [np.ones(n_train)] * 11, read, block, squared)
+    ones = np.ones(n_train)
+    sums, gramians = weighted_sums(
+        masks, [ones] * 11, lambda start, stop: rows[start:stop], block, [ones] * 7
+    )
     targets = rng.standard_normal((n_targets, k))
     for power in range(3):
         spectrum = Spectrum.decompose(gramians[power])
         damped_sums(sums[:3], spectrum, [0.1, 1, 2], targets)
         spectrum.norm_products(gramians[3 + power], gramians[6])
-    return peak() - before
-measure(20, 40, 3, 4, 10)
-print(measure(1000, 2000, 50, 100, 500))
-"""
 
 
 @pytest.mark.gate
@@ -334,4 +321,5 @@ def test_an_evaluation_needs_the_computed_memory():
     settings = settings_of(values, Setting(1, 1, Combine.UNIT_AVERAGE, 1000))
     need = evaluation_need(**sizes, n_checkpoints=1, settings=settings)
     computed_bytes = need.fixed_bytes + 500 * need.row_bytes
-    assert 0.3 * computed_bytes < printed(MEASURE) * 1024 < computed_bytes
+    taken = measured(measure, (20, 40, 3, 4, 10), (1000, 2000, 50, 100, 500))[1]
+    assert 0.3 * computed_bytes < taken < computed_bytes

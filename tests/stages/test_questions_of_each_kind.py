@@ -1,8 +1,10 @@
-"""Questions to runs of adapters, pairs, tokens and user-defined outputs."""
+"""Questions to runs of adapters, pairs, tokens, user-defined outputs, tables and pictures."""
 
 import json
 import re
+import shlex
 from pathlib import Path
+from types import ModuleType
 
 import linear_study
 import numpy as np
@@ -11,8 +13,12 @@ import pytest
 import torch
 import yaml
 from few_words import tokenizer, write
+from pages import blocks
+from PIL import Image
 from pipeline import read_scores, run_config, token_scores
 from refused import refused
+from report_page import Page
+from reported import data_of
 
 import trak_core
 from trak_core import Attributor
@@ -20,7 +26,8 @@ from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.command.ask import _in_words
 from trak_core.command.main import main
 from trak_core.queries.finished_run import FinishedRun
-from trak_core.queries.question_and_answer import Answer, Asked
+from trak_core.queries.question_and_answer import Answer, Asked, as_of_class
+from trak_core.study.study import Study
 
 peft = pytest.importorskip("peft", reason="with the extra `test`")
 models, texts = pytest.importorskip("models"), pytest.importorskip("texts")
@@ -83,12 +90,57 @@ def own(folder):
     return {"study": "own.py", "model_output": words, "checkpoints": {"c0": "c0.pt"}}
 
 
+NETS = """
+from torch import nn
+
+def net(n=1):
+    return nn.Sequential(nn.Flatten(), nn.Linear({n_inputs}, n))
+"""
+
+
+def ready_made(folder, study, n_inputs, n_outputs, **arguments):
+    """A ready-made study of a linear network, in a module of the study's own."""
+    (folder / f"{study}_net.py").write_text(NETS.format(n_inputs=n_inputs))
+    weights = {"1.weight": torch.randn(n_outputs, n_inputs), "1.bias": torch.zeros(n_outputs)}
+    torch.save(weights, folder / "c0.pt")
+    arguments["model"] = f"{study}_net.py:net"
+    return {"study": study, "study_arguments": arguments, "checkpoints": {"c0": "c0.pt"}}
+
+
+def table(folder):
+    rows = [{"id": f"r{i}", "a": i / 10, "b": i % 7, "price": i + 1 / 3} for i in range(20)]
+    pd.DataFrame(rows).to_csv(folder / "train.csv", index=False)
+    write(folder / "asked.jsonl", [{"id": "q", "a": 0.3, "b": 2, "price": 4.5}])
+    made = ready_made(folder, "tabular", 2, 1, table="train.csv", label="price")
+    return made | {"model_output": "regression"}
+
+
+def pictures(folder):
+    pixels = np.random.default_rng(0).integers(0, 256, (13, 4, 4, 3), dtype=np.uint8)
+    for i, image in enumerate(pixels):
+        path = folder / (f"train/{'cat' if i % 2 else 'dog'}/{i}.png" if i < 12 else "new.png")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(path)
+    write(folder / "asked.jsonl", [{"id": "new", "path": "new.png", "label": "cat"}])
+    return ready_made(folder, "image_folder", 48, 2, images="train")
+
+
 SAID = {
     adapter: r"the joint log-odds of the tokens that count: \S+; tokens 3, right \d",
     tokens: r"the sum of the log-odds of the tokens that count: \S+; tokens 3, right \d",
     pairs: r"the log-odds of the pair among others, summed over both \w+: \S+; told apart [01]",
     own: r"minus the distance: \S+",
+    table: r"the prediction: \S+; label 4.5",
+    pictures: r"the log-odds of the label: \S+; label cat, predicted (cat|dog)",
 }
+
+
+def made_by(kind, folder, projection):
+    """Return the results of a study of this kind."""
+    torch.manual_seed(0)
+    asked = {"experiments": {"asked": {"data": "asked.jsonl"}}, "projection": projection}
+    (folder / "mine.yaml").write_text(yaml.safe_dump(kind(folder) | asked))
+    return run_config(folder / "mine.yaml")
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers', by peft
@@ -97,14 +149,10 @@ SAID = {
     [*((kind, {"proj_dim": 16}) for kind in SAID), (pairs, "exact")],
     ids=[*(kind.__name__ for kind in SAID), "exact pairs"],
 )
-def test_scores_equal_those_of_the_workflow(kind, projection, tmp_path, monkeypatch, capsys):
-    torch.manual_seed(0)
-    asked = {"experiments": {"asked": {"data": "asked.jsonl"}}, "projection": projection}
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(kind(tmp_path) | asked))
-    results = run_config(tmp_path / "mine.yaml")
-    expected = read_scores(results / "scores/asked.h5")["q"]
+def test_scores_equal_those_of_the_workflow(kind, projection, here, capsys):
+    results = made_by(kind, here, projection)
+    expected = read_scores(results / "scores/asked.h5").iloc[:, 0]
     assert (expected != 0).all()
-    monkeypatch.chdir(tmp_path)
     capsys.readouterr()
     main(["ask", "mine.yaml", "--file", "asked.jsonl", "--csv", "out.csv", "--top", "20"])
     out = capsys.readouterr().out
@@ -112,7 +160,7 @@ def test_scores_equal_those_of_the_workflow(kind, projection, tmp_path, monkeypa
     found = pd.read_csv("out.csv").set_index("train_id")["score"].loc[expected.index]
     np.testing.assert_allclose(found, expected, rtol=1e-4)  # as the table rounds
     run = trak_core.open("results")
-    line = run.asked((tmp_path / "asked.jsonl").read_text())
+    line = run.asked((here / "asked.jsonl").read_text())
     answer = run.ask(line)
     of_study = Attributor.of_study(run.study, run.run.specs.config).fit()
     for scores in (answer.scores, of_study.score([line.sample]).frame[0]):
@@ -158,6 +206,61 @@ def check_tokens(results, line, capsys):
     assert "The colour of a token" in page
     data = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
     assert data["targets"][0]["tokens"] == own["text"].tolist()
+
+
+def test_classes_of_pictures_are_called_by_their_names(here, capsys):
+    """As docs/how-to/questions.md asks for another label: the answer of a line with that label."""
+    made_by(pictures, here, {"proj_dim": 16})
+    run = trak_core.open("results")
+    with refused("attribution.no_tokens"):
+        run.tokens(run.score([run.sample("new", "asked")]))
+    called = dict(blocks("docs/how-to/questions.md", "Why did it say dog?"))["console"]
+    Path("images.yaml").write_bytes(Path("mine.yaml").read_bytes())
+    asked = ["ask", "images.yaml", "--file", "asked.jsonl", "--top", "1", "--html", "out.html"]
+    capsys.readouterr()
+    main([*asked, "--csv", "out.csv", "--tokens"])
+    out, err = capsys.readouterr()
+    assert err.count("Notice: answers will not contain scores by token") == 1
+    rows = pd.read_csv("out.csv")
+    assert rows["label"].tolist() == [i.partition("/")[0] for i in rows["train_id"]]
+    assert {*rows["prediction"]} <= {"cat", "dog"}
+    shown = re.findall(r"  train (\w+)/\d+.png  label (\w+)\n(?!    )", out)
+    assert len(shown) == 2
+    assert all(folder == label for folder, label in shown)
+    page = Path("out.html").read_text()
+    assert "data:image/png" in page
+    (target,) = data_of(Page(page))["targets"]
+    assert target["words"].startswith("label cat, predicted")
+    assert ("--label CLASS" in page) == (target["words"] == "label cat, predicted dog")
+    assert target["sample"][-1] == ""
+    assert "Study: image_folder<" in page
+
+    main([*shlex.split(called)[2:], "--html", "dog.html"])
+    by_label = capsys.readouterr().out
+    own_label = "; its own label cat"
+    said = rf"^the log-odds of the label: \S+; label dog, predicted (cat|dog){own_label}$"
+    assert re.search(said, by_label, re.M)
+    page = Path("dog.html").read_text()
+    assert "own_label cat" in page
+    assert "are suspects" not in page
+    write(here / "dog.jsonl", [{"id": "new", "path": "new.png", "label": "dog"}])
+    main(["ask", "images.yaml", "--file", "dog.jsonl"])
+    assert capsys.readouterr().out == by_label.replace(own_label, "")
+    with pytest.raises(SystemExit):
+        main(["ask", "images.yaml", "--target", "new", "--label", "fox"])
+    assert "A label must be one of cat, dog. Found fox." in capsys.readouterr().err
+
+
+def test_another_label_is_a_class():
+    """Samples that get another label: library/test_study.py. This study names no classes."""
+    study = Study(Path("own.py"), ModuleType("own"))
+    text = Asked(7, {"input_ids": torch.ones(2), "labels": torch.tensor(1)})
+    other = as_of_class(text, "0", study, "text_classification")
+    assert (other.own_label, other.sample["labels"].item()) == (1, 0)
+    with refused("queries.label", "the number of a class", "fox"):
+        as_of_class(text, "fox", study, "text_classification")
+    with refused("queries.label", "regression"):
+        as_of_class(text, "0", study, "regression")
 
 
 def test_control_characters_are_not_printed(monkeypatch):

@@ -227,7 +227,7 @@ def test_each_line_has_an_answer_or_an_error(here, capsys):
     lines_with_errors = re.findall(r"^Error: line (\d+): ", err, re.M)
     assert sorted(map(int, lines_with_errors)) == [*range(2, 11), 13]
     assert len(re.findall(r"^Error: ", err, re.M)) == 10
-    assert "Found x, which is the id of line 1, too." in err
+    assert "Found x again, which is the id of line 1." in err
     scores = read_scores(here / "scores/asked.h5")
     table = pd.read_csv("out.csv")
     assert table["target_id"].tolist() == ["x"] * 4 + ["10"] * 4
@@ -269,7 +269,7 @@ def test_an_id_must_be_different_for_each_target_and_line(here, capsys, name, te
     with pytest.raises(SystemExit):
         main([*words, "--csv", "same.csv", "--top", "1"])
     assert pd.read_csv("same.csv")["target_id"].tolist() == [2, 2, 1, 1]
-    assert capsys.readouterr().err.count("Found 2, which is the id of target 2, too.") == 2
+    assert capsys.readouterr().err.count("Found 2 again, which is the id of target 2.") == 2
 
 
 def test_an_unfinished_or_changed_run_is_refused(tmp_path, monkeypatch):

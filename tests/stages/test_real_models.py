@@ -142,25 +142,6 @@ def test_features_equal_plain_autograd(name, dtype, kind, by_factors, tmp_path, 
     assert labels.shape == predictions.shape == (N_TRAIN,)
 
 
-@pytest.mark.gate
-@pytest.mark.parametrize("name", CASES)
-def test_batches_and_memory_do_not_change_features(name, tmp_path, capsys, monkeypatch):
-    case = Case(name, "float32", tmp_path)
-    whole = read(case.features(tmp_path, batch_size=64))
-    (tmp_path / "other").mkdir()
-    other = read(case.features(tmp_path / "other", batch_size=7))
-    (tmp_path / "tight").mkdir()
-    if name == "segmentation":  # because 64 samples fit into 1 MiB
-        monkeypatch.setattr("trak_core.gradients.batch_size._ACTIVATIONS", 10)
-    tight = read(case.features(tmp_path / "tight", memory_mb=1))
-    at_once = re.findall(r"^(\d+) samples at once", capsys.readouterr().out, flags=re.M)
-    assert [int(n) for n in at_once[:2]] == [64, 7]
-    assert int(at_once[2]) < 64
-    for found in (other, tight):
-        for a, b in zip(found, whole, strict=True):
-            np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * abs(b).max())
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_one_pass_serves_them_without_a_notice(name, tmp_path, capsys):
     Case(name, "float32", tmp_path).features(tmp_path, split="mine")

@@ -42,9 +42,8 @@ prepared = transforms.Compose([transforms.Resize(32), transforms.ToTensor()])
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(here):
     """Write images of two classes, and their transform."""
-    monkeypatch.chdir(tmp_path)
     pixels = np.random.default_rng(0).integers(0, 256, (10, 40, 40, 3), dtype=np.uint8)
     for i, image in enumerate(pixels):
         path = Path("train" if i < 8 else "held-out") / ("cat" if i % 2 else "dog") / f"{i}.png"

@@ -13,6 +13,7 @@ from jinja2 import UndefinedError
 from refused import refused
 from report_page import Page
 from reported import HOSTILE, check_alone, config_of, page_of, write
+from sklearn.metrics import r2_score
 
 import trak_core.report
 from trak_core.artifacts import EVALUATION, GROUPS, REMOVALS, SCORES, create, open_artifact
@@ -57,6 +58,19 @@ def test_the_worked_example_is_of_this_study(page, results):
     assert f"Training sample {scores.idxmax()} has its largest score, +{number(up, 2)}" in example
     assert f"Sample {scores.idxmin()} has the lowest score, {number(down, 2)}" in example
     assert f"{number(max(abs(up / down), abs(down / up)), 2)} times as large" in example
+
+
+def test_pages_state_the_fit_and_warn_of_a_bad_one(page, results, shown_as, capsys):
+    """The job prints it too. These networks were not trained; other fits are in test_fit.py."""
+    train = pd.read_hdf(results / "scores/mine.h5", "train")
+    value = r2_score(train["label"], train["prediction"])
+    stated = f"The models predict the labels of their training samples with an R2 of {value:.3g}."
+    write(results)
+    assert stated in capsys.readouterr().out
+    assert stated in page.text
+    bad = "The models predict their training samples badly"
+    assert bad in page.headings
+    assert bad in Page(shown_as["printed"][1][0].read_text()).text
 
 
 def test_condition_numbers_are_those_of_the_matrices(page, results):

@@ -4,10 +4,10 @@ import numpy as np
 import pandas as pd
 import pytest
 from report_page import Page
-from reported import lds, results_of
 
+from trak_core.attribution.model_fit import Fit
 from trak_core.report.describe_samples import EACH
-from trak_core.report.read_results import n_trained_on, output_of
+from trak_core.report.read_results import File, Results, n_trained_on, output_of
 from trak_core.report.render import rendered, score_warnings, study_warnings
 from trak_core.report.template_filters import fixed, number, percent, plural, signed
 from trak_core.study.show_samples import readable
@@ -77,6 +77,60 @@ def test_samples_of_several_experiments_are_compared(trained):
         row = section[section.index(f"train {sample} ") :]
         assert all(f"{signed(mean[sample])} help" in row for mean in means)
         assert {f"answers/{name}.html#train-{sample}" for name in experiments} & set(links)
+
+
+def file(spec=(), tables=None, **attributes):
+    """Return a made-up ``File``."""
+    return File("scores/mine.h5", "hash", {}, dict(spec), tables or {}, attributes)
+
+
+def results_of(
+    n_checkpoints=10,
+    saturated=0.0,
+    right=1.0,
+    sd=0.1,
+    smallest=1.0,
+    model_output="image_classification",
+    lists=(),
+    n_targets=8,
+    n_copies=0,
+    n_trained_on=0,
+    **more,
+):
+    spec = {
+        "experiment": "mine",
+        "checkpoints": [
+            {"id": f"c{i}", "sha256": str(max(i, n_copies))} for i in range(n_checkpoints)
+        ],
+        "runs": {f"c{i}": [f"c{i}"] for i in range(n_checkpoints)},
+        "loss_weight_power": 1.0,
+        "combine": "product_of_averages",
+        "model_output": model_output,
+        "projection": {"kind": "rademacher"},
+        "normalize": False,
+    }
+    targets = pd.DataFrame([
+        {"id": i, "output": float(i), "output_sd": sd} for i in range(n_targets)
+    ])
+    fit = Fit("", is_doubtful=right < 0.5)
+    attributes = {"saturated": saturated, "fit": fit, "n_trained_on": n_trained_on}
+    experiment = file(spec, {"targets": targets}, n_train=100, **attributes)
+    spectrum = {"smallest": smallest, "largest": 1e3, "mean_squared_norm": 1.0}
+    matrix = file({"checkpoint": {"id": "c0"}}, **spectrum)
+    config = {"scoring": {"damping": 0}, "model_output": model_output}
+    config |= {"experiments": {"mine": {}}, "lists": list(lists)}
+    return Results(config=config, experiments=[experiment], matrices=[matrix], **more)
+
+
+def lds(ours, low, baseline, ceiling):
+    rows = [
+        ("scores", "scores", ours, low, 0.9),
+        ("gradient_dot", "baseline", baseline, 0.0, 0.5),
+        ("noise_ceiling", "ceiling", ceiling, 0.5, 0.9),
+    ]
+    summary = pd.DataFrame(rows, columns=["method", "kind", "lds", "low", "high"]).dropna()
+    summary = summary.assign(behind=ours - summary["lds"], behind_low=-0.1, behind_high=0.4)
+    return {"mine": file(tables={"summary": summary}, n_subsets=100, part_kept=0.5)}
 
 
 def warned(**numbers):

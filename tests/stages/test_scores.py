@@ -23,6 +23,8 @@ from trak_core.errors import InputError
 from trak_core.gradients import Variety
 from trak_core.projection.cuda import project as project_cuda
 
+# All checkpoints of a run count alike. Tables have the outputs of each run's last one.
+RUNS = {"a": ["c0", "c1"], "b": ["c2"]}
 # Each setting with one of the studies, because scoring depends only on arrays. Every value of a
 # setting occurs with both studies, and with every `combine`.
 SETTINGS = [
@@ -60,8 +62,8 @@ def test_scores_equal_the_formula_in_float64(
         "combine": combine,
         "normalize": normalize,
     }
-    features = case.features(proj_dim)
-    path = case.stages(tmp_path, n_checkpoints, made=features, **settings)
+    made = {"made": case.features(proj_dim), "runs": RUNS if n_checkpoints == 3 else None}
+    path = case.stages(tmp_path, n_checkpoints, **made, **settings)
     scores = read_scores(path)
     assert scores.index.tolist() == case.train.ids
     assert scores.columns.tolist() == case.targets
@@ -167,15 +169,16 @@ def test_a_budget_that_is_too_small_is_refused(cases, tmp_path, name, proj_dim, 
     assert {path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*.h5")} <= {"features"}
 
 
-@pytest.mark.parametrize("proj_dim", [16, None])
-def test_tables_have_labels_and_outputs(case, proj_dim):
-    path = case.features(proj_dim) / "scores/mine.h5"
+@pytest.mark.parametrize(("proj_dim", "runs"), [(16, None), (None, None), (16, RUNS)])
+def test_tables_have_labels_and_outputs(case, tmp_path, proj_dim, runs):
+    path = case.stages(tmp_path, proj_dim=proj_dim, made=case.features(proj_dim), runs=runs)
+    ends = [names[-1] for names in runs.values()] if runs else [*case.checkpoints]
     for i, (key, split) in enumerate((("train", case.train), ("targets", case.target_split))):
         table = pd.read_hdf(path, key)
         assert table["id"].tolist() == split.ids
         labels = [sample[-1].item() for sample in case.samples(split)]
         np.testing.assert_array_equal(table["label"], labels)
-        f = [splits[i][1] for splits in case.jacobians.values()]
+        f = [case.jacobians[checkpoint][i][1] for checkpoint in ends]
         np.testing.assert_allclose(table["output"], np.mean(f, axis=0), rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(table["output_sd"], np.std(f, axis=0), rtol=1e-3, atol=1e-4)
 

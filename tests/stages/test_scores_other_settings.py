@@ -1,5 +1,7 @@
 """Stages refuse files of another config."""
 
+import shutil
+
 import pytest
 from pipeline import EXACTLY, averaged, changed, scores_spec
 
@@ -25,9 +27,9 @@ def finished(digits):
     return run
 
 
-def solve(method, scores, folder, own, targets="c1"):
+def solve(method, scores, folder, own):
     kind = "features" if method == "projected" else "gramian"
-    train, mine = (folder / f"{kind}/{place}.h5" for place in ("c1/train", f"{targets}/mine"))
+    train, mine = (folder / f"{kind}/c1/{split}.h5" for split in ("train", "mine"))
     paths = {"scores": scores, "train_path": train, "targets_path": mine}
     if method == "projected":
         settings = {"normal_matrix": folder / "normal_matrix/c1.h5", "keep": "full"}
@@ -71,10 +73,15 @@ def test_features_and_gramians_of_another_config_are_refused(
     assert not (tmp_path / "out.h5").exists()
 
 
-def test_gramians_of_two_checkpoints_are_refused(finished, tmp_path):
+def test_gramians_of_a_checkpoint_that_changed_between_two_jobs_are_refused(
+    finished, digits, tmp_path
+):
+    """Its id is the same. The digests are those of its files, and of a model below an adapter."""
     folder, spec = finished("exact")
-    with pytest.raises(InputError, match=r"c0/mine\.h5.*checkpoint"):
-        solve("exact", tmp_path / "out.h5", folder, spec.under("c1"), targets="c0")
+    digits.stages(tmp_path, checkpoints={"c1": digits.checkpoints["c2"]})
+    shutil.copy(folder / "gramian/c1/train.h5", tmp_path / "gramian/c1")
+    with pytest.raises(InputError, match=r"c1/mine\.h5.*both splits.*'checkpoint'.*'sha256'"):
+        solve("exact", tmp_path / "out.h5", tmp_path, spec.under("c1"))
 
 
 @pytest.mark.parametrize(

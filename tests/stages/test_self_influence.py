@@ -1,36 +1,15 @@
 """Self-influence: the stage against dense matrices."""
 
+import h5py
 import numpy as np
+import oracle
 import pandas as pd
 import pytest
 from pipeline import changed
-from small_run import influences_spec, loss_weights, stored
+from scipy.special import logit
+from small_run import OUTPUT, loss_weights, stored
 
 from trak_core.stages.compute_scores import compute_self_influence
-
-JOB = {"code": "code", "memory_mb": 300}
-
-
-def self_influence_oracle(features, weights, power, *, normalize):
-    """mean_c(A_c[i, i]) * mean_c(Q_c^power), dense; with the power .75 by curvature and norm."""
-    diagonals, products = [], []
-    for phi, q in zip(features, weights, strict=True):
-        own = phi = phi.astype(float)
-        if normalize:
-            phi = phi / np.sqrt((phi**2).sum(1))[:, None]
-        w = (q * (1 - q)) ** power if power == 0.75 else np.ones_like(q)
-        matrix = phi.T @ (w[:, None] * phi)
-        matrix += 2 * np.mean(w * (phi**2).sum(1)) * np.eye(phi.shape[1])
-        pairs = phi @ np.linalg.inv(matrix) @ phi.T
-        # A training sample that is its own target: the target's features are not normalized.
-        diagonal = np.diagonal(phi @ np.linalg.inv(matrix) @ own.T)
-        diagonals.append(diagonal)
-        products.append(diagonal * q**power)
-        products[-1] /= np.linalg.norm(q[:, None] ** power * pairs)
-    if power == 0.75:
-        return np.mean(products, axis=0)
-    return np.mean(diagonals, axis=0) * np.mean(np.array(weights) ** power, axis=0)
-
 
 UNIT = {"combine": "unit_average", "weighting": "curvature", "power": 0.75}
 
@@ -39,22 +18,32 @@ UNIT = {"combine": "unit_average", "weighting": "curvature", "power": 0.75}
     "settings", [{}, UNIT, UNIT | {"normalize": True}], ids=["ends", "along", "normalized"]
 )
 def test_self_influence_is_the_diagonal(run, tmp_path, settings):
-    path, power = tmp_path / "self.h5", settings.get("power", 0.5)
-    matrices = run.matrices()
-    spec = influences_spec(run)
-    if settings:
-        run.stages(tmp_path / "run", **settings)
-        matrices = [tmp_path / f"run/normal_matrix/{c}.h5" for c in run.checkpoints]
-        powers = {f"{key}_power": power for key in ("curvature", "norm", "loss_weight")}
-        others = {key: value for key, value in settings.items() if key != "power"}
-        spec = changed(spec, **powers, **others)
-    inputs = {"features": run.features("train"), "normal_matrices": matrices}
-    compute_self_influence(self_influence=path, **inputs, spec=spec, **JOB)
-    table = pd.read_hdf(path, "train")
-    expected = self_influence_oracle(
-        stored(run, "features"), loss_weights(run), power, normalize=spec.normalize
+    """A training sample is its own target. Outputs are those of each run's last checkpoint."""
+    settings = {"power": 0.5, **settings}
+    run.stages(tmp_path / "run", **settings)
+    power = settings["power"]
+    powers = {f"{key}_power": power for key in ("curvature", "norm", "loss_weight")}
+    others = {key: value for key, value in settings.items() if key != "power"}
+    runs = {"a": ["c0", "c1"], "b": ["c2"]}
+    of_no_experiment = run.spec.of_self_influence()
+    spec = changed(of_no_experiment, **(powers if others else {}), **others, runs=runs)
+    compute_self_influence(
+        self_influence=tmp_path / "self.h5",
+        features=run.features("train"),
+        normal_matrices=[tmp_path / f"run/normal_matrix/{c}.h5" for c in run.checkpoints],
+        spec=spec,
+        code="code",
+        memory_mb=300,
     )
+    table = pd.read_hdf(tmp_path / "self.h5", "train")
+    features = [phi.astype(float) for phi in stored(run, "features")]
+    weights = loss_weights(run)
+    parts = [(phi, phi, -logit(q), None) for phi, q in zip(features, weights, strict=True)]
+    expected = np.diagonal(oracle.scores(parts, output=OUTPUT, damping=2, **settings))
     # Curvatures are stored in float32.
-    bound = 1e-5 if settings else 1e-9
+    bound = 1e-5 if others else 1e-9
     assert np.abs(table["self_influence"] - expected).max() < bound * expected.max()
     assert table["id"].tolist() == run.train.ids
+    ends = run.features("train")[1:]
+    outputs = np.mean([h5py.File(path)["outputs"][:] for path in ends], axis=0)
+    np.testing.assert_allclose(table["output"], outputs, rtol=1e-5)

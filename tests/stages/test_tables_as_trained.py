@@ -13,9 +13,8 @@ from sklearn.preprocessing import StandardScaler
 from trak_core.ready_made.tabular import tabular
 
 
-def test_columns_are_scaled_as_scikit_learn_does(tmp_path, monkeypatch):
+def test_columns_are_scaled_as_scikit_learn_does(here):
     """The scale is that of the training rows."""
-    monkeypatch.chdir(tmp_path)
     page = dict(blocks("docs/how-to/ready-made.md", "Tables"))
     arguments = yaml.safe_load(page["yaml scaled.yaml"])["study_arguments"]
     random = np.random.default_rng(0)
@@ -45,9 +44,8 @@ def test_columns_are_scaled_as_scikit_learn_does(tmp_path, monkeypatch):
         tabular(**arguments)
 
 
-def test_a_cell_with_a_class_s_number_is_the_class(tmp_path, monkeypatch):
+def test_a_cell_with_a_class_s_number_is_the_class(here):
     """Cells of a table of targets are texts."""
-    monkeypatch.chdir(tmp_path)
     pd.DataFrame({"a": [0.5, 1.5], "kind": [0, 1]}).to_csv("train.csv", index=False)
     study = tabular("train.csv", "kind", "net.py:Net")
     _, known = study.train_data()[1]

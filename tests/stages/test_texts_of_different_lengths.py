@@ -243,7 +243,7 @@ def test_features_from_logits_in_pieces_are_the_same(case, capsys, monkeypatch):
     assert "logits" not in capsys.readouterr().out
     # The logits of 30 tokens are more than a 2^18th of 500 MiB.
     monkeypatch.setattr(loaded_model, "_LOGITS_SHARE", 2**18)
-    monkeypatch.setattr(gradient_terms, "piece_on", lambda _: 5 * 40)
+    monkeypatch.setattr(gradient_terms, "max_piece_entries", lambda _: 5 * 40)
     file = case.features("pieces", "tensor_sketch")
     assert "30 x 40 logits" in capsys.readouterr().out
     assert_same(file, expected)
@@ -263,7 +263,7 @@ def test_outputs_in_small_batches_and_pieces_are_the_same(case, capsys, monkeypa
     called, call = [], outputs_stage.call
     with monkeypatch.context() as small:
         small.setattr(loaded_model, "_LOGITS_SHARE", 2**18)
-        small.setattr(gradient_terms, "piece_on", lambda _: 5 * 40)
+        small.setattr(gradient_terms, "max_piece_entries", lambda _: 5 * 40)
         small.setattr(outputs_stage, "budget_bytes", lambda *memory: 1)
         small.setattr(outputs_stage, "call", lambda m, b: called.append(len(b)) or call(m, b))
         pieces = computed("few")

@@ -3,6 +3,7 @@
 import pandas as pd
 import pytest
 import torch
+from linear_study import with_two_checkpoints
 from pipeline import run_stages, scores_spec, token_scores
 
 from trak_core.artifacts import verify
@@ -75,34 +76,13 @@ def test_rows_add_up_to_the_scores(given, tmp_path, kind, name):
     assert set(pd.read_hdf(path, "tokens", where=where)["train_id"]) <= {"text-3"}
 
 
-STOPPED = """
-
-class Stopped(texts.GPT2LMHeadModel):
-    def forward(self, input_ids, **more):
-        logits = super().forward(input_ids, **more).logits
-        stops = input_ids[:, :1, None] == 0  # which occurs in no other text
-        return {"logits": texts.torch.where(stops, logits.detach(), logits)}
-
-def make_model():
-    return Stopped(texts.gpt2().config)
-
-def target_data():
-    samples = texts.data(7, 1)
-    for i in (1, 2):
-        samples[i]["input_ids"][0] = 0
-    return samples
-"""
-
-
-def test_targets_without_scores_are_left_out(given, tmp_path, monkeypatch):
+def test_targets_without_scores_are_left_out(tmp_path, monkeypatch):
     """Gradients of two targets are 0. Two others are taken instead."""
     monkeypatch.setattr("trak_core.stages.compute_token_scores._TARGETS", 2)
-    targets = [1, 2, 0, 3]
-    checkpoints = {"c0": given[1]["c0"]}
-    study = tmp_path / "texts_study.py"
-    study.write_text(STUDY + STOPPED)
-    settings = {"model_output": "language_modelling", "damping": 0.5, "proj_dim": 16}
+    study, checkpoints, _ = with_two_checkpoints(tmp_path)
+    study.write_text(f"{study.read_text()}\nx[31:33] = 0\n")
+    targets = [f"target-{i}" for i in (1, 2, 0, 3)]
+    settings = {"model_output": "regression", "parameters": ["weight"]}
     run_stages(tmp_path, study, checkpoints, targets, **settings)
-    spec = scores_spec(checkpoints, targets, **settings)
-    path = token_scores(tmp_path, study, checkpoints, spec, batch_size=3)
-    assert set(pd.read_hdf(path, "tokens")["target_id"]) == {0, 3}
+    path = token_scores(tmp_path, study, checkpoints, scores_spec(checkpoints, targets, **settings))
+    assert set(pd.read_hdf(path, "tokens")["target_id"]) == {"target-0", "target-3"}

@@ -92,12 +92,11 @@ def train(steps, data=None):
 @pytest.mark.parametrize(
     ("times", "ends"), [([0.5, 1.75], False), ([0.25, 2], False), (None, True)]
 )
-def test_a_training_writes_a_checkpoint_at_each_time(tmp_path, monkeypatch, times, ends):
-    monkeypatch.chdir(tmp_path)
-    ended = list(biases(train(tmp_path, ALONG, times, steps=8)))
+def test_a_training_writes_a_checkpoint_at_each_time(here, times, ends):
+    ended = list(biases(train(here, ALONG, times, steps=8)))
     assert ended == ([8] if times is None else [4 * at for at in times])
     # Training stops after the last time.
-    assert (tmp_path / "ended").exists() == ends
+    assert (here / "ended").exists() == ends
 
 
 @pytest.mark.parametrize(
@@ -110,9 +109,8 @@ def test_a_training_writes_a_checkpoint_at_each_time(tmp_path, monkeypatch, time
         ([0.5], ALONG.replace("model.bias, step", "model.bias, step / 0"), "division by zero"),
     ],
 )
-def test_a_training_must_yield_times_and_models(tmp_path, monkeypatch, times, study, message):
-    monkeypatch.chdir(tmp_path)
+def test_a_training_must_yield_times_and_models(here, times, study, message):
     code = "study.failed" if message in {"division by zero", "Linear"} else "study.train"
     with refused(code, re.compile(message)):
-        train(tmp_path, study, times, steps=8)
-    assert not list(tmp_path.rglob("1.pt*"))
+        train(here, study, times, steps=8)
+    assert not list(here.rglob("1.pt*"))

@@ -12,11 +12,26 @@ from report_page import Page
 CHROMIUM = shutil.which("chromium")
 
 
-def in_browser(answer, folder, probe):
+# What a script can use, after the page's own script has run.
+HELPERS = """
+const all = (selector, of = document) => [...of.querySelectorAll(selector)];
+const words = (element) => element.innerText.replace(/\\s+/g, " ").trim();
+const waited = () => new Promise((resolve) => setTimeout(resolve, 100));
+const change = (control, key, value) => {
+  control[key] = value;
+  control.dispatchEvent(new Event("input", { bubbles: true }));
+};
+const done = (found) => {
+  document.title = "";
+  document.body.textContent = JSON.stringify(found);
+};
+"""
+
+
+def in_browser(answer, folder, script):
     """Return what a script passes to ``done`` in a browser that shows the page."""
-    shown = "document.body.textContent = JSON.stringify(found)"
-    done = f"const done = (found) => {{ document.title = ''; {shown}; }};"
-    probe = f"{{ {done} {probe} }}"
+    loaded = f'addEventListener("load", async () => {{ await waited(); {script} }});'
+    probe = f"{{ {HELPERS} {loaded} }}"
     allowed = b64encode(hashlib.sha256(probe.encode()).digest()).decode()
     page = folder / "page.html"
     # The policy of the page allows the probe too.

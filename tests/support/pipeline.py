@@ -209,7 +209,7 @@ def run_config(config_file: Path) -> Path:
                     **ON_CPU,
                 )
             for experiment in specs.experiments:
-                spec = specs.checkpoint_scores(experiment, name)
+                spec = specs.scores(experiment).under(name)
                 solved(results, name, results / kind / name, spec, **job)
         for experiment in specs.experiments:
             parts = [results / f"scores/{experiment}/{name}.h5" for name in specs.checkpoints]

@@ -37,9 +37,6 @@ def save_weights(path):
 def study_to_spoil(folder):
     workspace = Workspace.make(folder, STUDY, GOOD)
     save_weights(workspace.path("c0.pt"))
-    text = workspace.path(STUDY).read_text()
-    text = text.replace("x[:342], y[:342]", "x[:342].repeat(10, 1), y[:342].repeat(10)")
-    workspace.path("many.py").write_text(text)
     return workspace
 
 

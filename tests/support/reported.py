@@ -1,4 +1,4 @@
-"""A finished study for reports, with texts that look like markup, and made-up numbers."""
+"""A finished study for reports, with texts that look like markup."""
 
 import hashlib
 import json
@@ -7,13 +7,10 @@ from base64 import b64encode
 from itertools import pairwise
 from pathlib import Path
 
-import pandas as pd
 import torch
 from pipeline import run_exact_stages, run_stages
 from report_page import Page
 
-from trak_core.attribution.model_fit import Fit
-from trak_core.report.read_results import File, Results
 from trak_core.stages.draw_influences import draw_influences
 from trak_core.stages.write_report import write_report
 
@@ -170,61 +167,6 @@ def check_alone(page):
     assert levels[0] == 1
     assert levels.count(1) == 1
     assert all(after <= before + 1 for before, after in pairwise(levels))
-
-
-def file(spec=(), tables=None, **attributes):
-    """Return a made-up ``File``."""
-    return File("scores/mine.h5", "hash", {}, dict(spec), tables or {}, attributes)
-
-
-def results_of(
-    n_checkpoints=10,
-    saturated=0.0,
-    right=1.0,
-    sd=0.1,
-    smallest=1.0,
-    power=1.0,
-    model_output="image_classification",
-    lists=(),
-    n_targets=8,
-    n_copies=0,
-    n_trained_on=0,
-    **more,
-):
-    spec = {
-        "experiment": "mine",
-        "checkpoints": [
-            {"id": f"c{i}", "sha256": str(max(i, n_copies))} for i in range(n_checkpoints)
-        ],
-        "runs": {f"c{i}": [f"c{i}"] for i in range(n_checkpoints)},
-        "loss_weight_power": power,
-        "combine": "product_of_averages",
-        "model_output": model_output,
-        "projection": {"kind": "rademacher"},
-        "normalize": False,
-    }
-    targets = pd.DataFrame([
-        {"id": i, "output": float(i), "output_sd": sd} for i in range(n_targets)
-    ])
-    fit = Fit("", is_doubtful=right < 0.5)
-    attributes = {"saturated": saturated, "fit": fit, "n_trained_on": n_trained_on}
-    experiment = file(spec, {"targets": targets}, n_train=100, **attributes)
-    spectrum = {"smallest": smallest, "largest": 1e3, "mean_squared_norm": 1.0}
-    matrix = file({"checkpoint": {"id": "c0"}}, **spectrum)
-    config = {"scoring": {"damping": 0}, "model_output": model_output}
-    config |= {"experiments": {"mine": {}}, "lists": list(lists)}
-    return Results(config=config, experiments=[experiment], matrices=[matrix], **more)
-
-
-def lds(ours, low, baseline, ceiling):
-    rows = [
-        ("scores", "scores", ours, low, 0.9),
-        ("gradient_dot", "baseline", baseline, 0.0, 0.5),
-        ("noise_ceiling", "ceiling", ceiling, 0.5, 0.9),
-    ]
-    summary = pd.DataFrame(rows, columns=["method", "kind", "lds", "low", "high"]).dropna()
-    summary = summary.assign(behind=ours - summary["lds"], behind_low=-0.1, behind_high=0.4)
-    return {"mine": file(tables={"summary": summary}, n_subsets=100, part_kept=0.5)}
 
 
 # Functions of the study, by how it shows samples.

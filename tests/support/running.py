@@ -1,6 +1,5 @@
 """Snakemake left running, so that a test can hurt it or its jobs."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -102,10 +101,6 @@ class Running:
         process = self.wait_for(new)
         assert isinstance(process, psutil.Process)
         return process
-
-    def terminate_all(self) -> None:
-        """SIGTERM to Snakemake and all that it started."""
-        os.killpg(self.process.pid, signal.SIGTERM)
 
     def finish(self) -> int:
         patience.waited(self.process.wait, 200)

@@ -6,7 +6,7 @@ import h5py
 import numpy as np
 import pandas as pd
 import torch
-from pipeline import changed, run_stages, scores_spec
+from pipeline import run_stages, scores_spec
 from scipy.stats import spearmanr
 from torch.utils.data import Subset
 from workspace import REPOSITORY
@@ -102,9 +102,6 @@ class Run:
     def features(self, split):
         return [self.folder / f"run/features/{c}/{split}.h5" for c in self.checkpoints]
 
-    def matrices(self):
-        return [self.folder / f"run/normal_matrix/{c}.h5" for c in self.checkpoints]
-
     @property
     def spec(self):
         sizes = {"proj_dim": PROJ_DIM, "power": 0.5}
@@ -184,8 +181,3 @@ def loss_weights(run):
 
 def embeddings_spec(run):
     return replace(run.spec.features, projection={"kind": "embedding"}, split="all")
-
-
-def influences_spec(run):
-    """Return the settings of self-influence, which have no experiment."""
-    return changed(run.spec, experiment=None, targets_digest=None)

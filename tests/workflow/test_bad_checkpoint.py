@@ -1,13 +1,12 @@
-"""A bad checkpoint stops the job that reads it, with one message; none of its code runs."""
+"""A bad checkpoint stops what reads it, with one message; none of its code runs."""
 
 import os
 import pickle
 import re
 import time
 import zipfile
-from functools import partial
 
-import numpy as np
+import pandas as pd
 import pytest
 import torch
 from own_checkpoints import network
@@ -16,9 +15,9 @@ from refusals import GOOD, STUDY, check, message, refuse, save_weights
 from refused import refused
 from safetensors.torch import save_file
 
-from trak_core.artifacts import FEATURES, open_artifact
 from trak_core.errors import InputError
 from trak_core.stages.compute_features import compute_features
+from trak_core.study.load_checkpoint import load_checkpoint
 
 
 class Evil:
@@ -83,39 +82,25 @@ def scripted(path):
 NO_STATE = (
     r"a checkpoint must be a state dict saved by torch\.save, or safetensors\. .* Reading the"
 )
-NOT_FINITE = r"a checkpoint's weights must be finite\. Found NaN or infinity in 2\.bias\. Use"
 CUT = r"Reading the file failed: .*(unexpected EOF|incomplete metadata).*\. Copy it again"
 
-# States that torch.save writes as they are; weights take the place of those of the model.
-STATES = {
+CHECKPOINTS = {
     "a whole model": (
-        network(),
+        lambda path: save(path, network()),
         r"it contains torch\.nn\.modules\.container\.Sequential\. Copy it",
     ),
-    "keys that are numbers": ({1: torch.zeros(1)}, r"state dict \(a dict .* Found dict with 1"),
-}
-WEIGHTS = {
-    "quantized weights": (
-        *("0.weight", torch.ones(32, 10, dtype=torch.int8)),
-        r"of another type: 0\.weight torch\.int8, torch\.strided for torch\.float32",
+    "keys that are numbers": (
+        lambda path: save(path, {1: torch.zeros(1)}),
+        r"state dict \(a dict .* Found dict with 1",
     ),
     "sparse weights": (
-        *("2.weight", torch.ones(1, 32).to_sparse()),
+        lambda path: save_changed(path, "2.weight", torch.ones(1, 32).to_sparse()),
         r"of another type: 2\.weight torch\.float32, torch\.sparse_coo for torch\.float32",
     ),
-    "NaN in the weights": ("2.bias", torch.tensor([float("nan")]), NOT_FINITE),
-    "gradients that overflow": (
-        *("2.weight", torch.full((1, 32), 3e38)),
-        r"Per-sample gradients must be finite\. Found NaN or infinity for the samples",
+    "NaN in the weights": (
+        lambda path: save_changed(path, "2.bias", torch.tensor([float("nan")])),
+        r"a checkpoint's weights must be finite\. Found NaN or infinity in 2\.bias\. Use",
     ),
-}
-
-CHECKPOINTS = {
-    **{name: (partial(save, state=state), words) for name, (state, words) in STATES.items()},
-    **{
-        name: (partial(save_changed, key=key, value=value), words)
-        for name, (key, value, words) in WEIGHTS.items()
-    },
     "no file": (lambda path: None, r"a checkpoint must exist\. Found nothing there"),
     "an empty file": (lambda path: path.write_bytes(b""), r"It begins with b''\. Copy it again"),
     "a pointer of Git LFS in place of safetensors": (
@@ -142,30 +127,17 @@ CHECKPOINTS = {
 }
 
 
-def features_of(workspace, checkpoint, **more):
-    compute_features(
-        features=workspace.path("out.h5"),
-        checkpoint=checkpoint,
-        study_file=workspace.path(STUDY),
-        spec=features_spec("regression", 4, **more),
-        **ON_CPU,
-    )
-    with open_artifact(workspace.path("out.h5"), FEATURES) as file:
-        return file.matrix("features")[:]
-
-
 @pytest.mark.filterwarnings("ignore:'torch.load' received a zip file that looks like a TorchScript")
 @pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_bad_checkpoint(workspace, tmp_path, name):
+def test_bad_checkpoint(tmp_path, name):
+    """Other numbers, folders and parts: library/test_checkpoints.py and test_parts_of_*.py."""
     write, expected = CHECKPOINTS[name]
     path = tmp_path / ("c0.safetensors" if "safetensors" in name else "c0.pt")
     write(path)
-    with pytest.raises(InputError) as error:
-        features_of(workspace, path)
-    assert re.search(expected, str(error.value))
+    with pytest.raises(InputError, match=expected) as error:
+        load_checkpoint(network(), path)
     assert (error.value.code == "study.no_weights") is (name == "no file")
-    assert not workspace.path("out.h5").exists()
     assert not (tmp_path / "ran").exists()
 
 
@@ -202,14 +174,18 @@ def test_all_bad_checkpoints_are_told_of_before_any_job(workspace, tmp_path):
 def test_a_job_takes_the_state_dict_that_its_checkpoint_says(workspace, tmp_path):
     states = {part: network(i).state_dict() for i, part in enumerate(("model", "model_ema"))}
     save(both := tmp_path / "both.pt", states)
-    found = {}
-    for part in states:
-        save(alone := tmp_path / f"{part}.pt", states[part])
-        expected = features_of(workspace, alone)
-        found[part] = features_of(workspace, both, state_dicts={"c0": part})
-        assert np.array_equal(found[part], expected)
-    assert np.array_equal(features_of(workspace, both), found["model"])
-    assert not np.array_equal(found["model"], found["model_ema"])
+
+    def features_of(checkpoint, **more):
+        spec = features_spec("regression", 4, **more)
+        job = {"checkpoint": checkpoint, "study_file": workspace.path(STUDY), **ON_CPU}
+        compute_features(features=tmp_path / "out.h5", spec=spec, **job)
+        return pd.read_hdf(tmp_path / "out.h5", "features")
+
+    for part, state in states.items():
+        save(alone := tmp_path / f"{part}.pt", state)
+        found = features_of(both, state_dicts={"c0": part})
+        assert found.equals(features_of(alone))
+        assert found.equals(features_of(both)) == (part == "model")
 
 
 def test_a_checkpoint_from_the_future(workspace):

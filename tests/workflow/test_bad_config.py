@@ -1,4 +1,4 @@
-"""Bad configs are refused before any job, with one message."""
+"""Bad configs and tables of checkpoints are refused before any job, with one message."""
 
 import datetime
 import re
@@ -90,11 +90,7 @@ REFUSALS = {
         "too little memory": (
             {"projection": {"proj_dim": 4096}, "compute": {"memory_mb": 200}},
             *(4096, re.compile(r"\d+(?= MiB)"), 200),
-        ),
-        "exact scores that memory does not hold": (
-            {**EXACT, "compute": {"memory_mb": 64}, "study": "many.py"},
-            *("mine", 3420, 268, 64),
-        ),
+        )
     },
     "config.preconditioner": {
         "second moments without a projection": (ADAM | EXACT, "adam", "`projection: exact`")
@@ -198,6 +194,48 @@ def test_bad_config(workspace, name):
     change, code, *values = CONFIGS[name]
     with refused(code, *values):
         check(workspace, change)
+
+
+HEADER = b"checkpoint\tpath\n"
+# Contents of a table of checkpoints, and what the message must name, by error code.
+TABLES = {
+    "config.table": {
+        "without rows": (HEADER, "only a header"),
+        "with commas": (
+            b"checkpoint,path\nc0,c0.pt\n",
+            *("tab-separated", "Missing: checkpoint, path", "Found checkpoint,path"),
+        ),
+        "not UTF-8": (HEADER + b"c0\tcaf\xe9.pt\n", "tab-separated", "'utf-8' codec"),
+        "a quote without an end": (HEADER + b'c0\t"c0.pt\nc1\tc0.pt\n', "unexpected end"),
+        "a row without a path": (HEADER + b"c0\n", "Found 'c0', '' in line 2"),
+        "more cells than the header": (
+            HEADER + b"c0\tc0.pt\t\nc1\tc1.pt\trun1\n",
+            *("which has 2", "Found 3 cells in line 3"),
+        ),
+    },
+    "config.checkpoint_id": {
+        "an id twice": (HEADER + b"c0\tc0.pt\nc0\tother.pt\n", "Found 'c0' twice"),
+        "an id with a path": (HEADER + b"../../c0\tc0.pt\n", "a file name", "'../../c0'"),
+    },
+    "config.missing_checkpoint": {
+        "a path to nothing": (HEADER + b"c0\t(touch ran)\n", "(touch ran)")
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("code", "name"), [(code, name) for code, tables in TABLES.items() for name in tables]
+)
+def test_bad_table(workspace, code, name):
+    content, *values = TABLES[code][name]
+    workspace.path("table.tsv").write_bytes(content)
+    with refused(code, *values):
+        check(workspace, {"checkpoints": "table.tsv"})
+
+
+def test_ids_that_differ_in_type_alone(workspace):
+    with refused("config.checkpoint_id", "Found '1' twice"):
+        check(workspace, {"checkpoints": {1: "c0.pt", "1": "c0.pt"}})
 
 
 # One refusal by the schema, one by Python code, and one by the preflight.

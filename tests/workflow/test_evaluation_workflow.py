@@ -1,20 +1,14 @@
 """An evaluation under Snakemake: what runs, what runs again, and what is refused before any job."""
 
 import copy
-import shutil
-import subprocess
-from functools import partial
 
-import h5py
-import numpy as np
 import pandas as pd
 import pytest
 import yaml
 from base_studies import EVALUATION, TRAINED
-from lds import features_of, lds_of
 from refusals import check
 from refused import refused
-from workspace import REPOSITORY, forked_python, set_key
+from workspace import set_key
 
 from trak_core.config.cross_checks import check_columns, check_evaluation, check_sizes
 
@@ -161,30 +155,3 @@ def test_any_part_will_do_alone():
     for key, value in EVALUATION.items():
         beside = {"subsets": {}} if key == "sweep" else {}
         check_evaluation(FULL | {"evaluation": {"baselines": [], **beside, key: value}})
-
-
-def test_the_formula_of_trak_is_measured_beside_the_scores(evaluated, tmp_path):
-    """benchmarks/trak_formula.py against the formula in NumPy and ranks of SciPy."""
-    results = tmp_path / "results"
-    shutil.copytree(evaluated.path("results"), results)
-    # A leftover of other settings.
-    shutil.copy(results / "retrained/random/0.h5", results / "retrained/0-99.h5")
-    program = REPOSITORY / "benchmarks/trak_formula.py"
-    command = (forked_python(), program, results, "few", "--dims")
-    piped = partial(subprocess.run, capture_output=True, text=True)
-    run = piped((*command, "16", "32"), check=True)
-    rows = {line.split()[0]: line.split() for line in run.stdout.splitlines()[2:]}
-    stored = pd.read_hdf(results / "evaluation/few.h5", "summary").set_index("method")
-    for column, found in zip(("lds", "low", "high"), rows["scores"][3:6], strict=True):
-        assert float(found) == pytest.approx(stored.loc["scores", column], abs=6e-4)
-    scores, weights = 0, 0
-    for c in ("c0", "c1"):
-        phi, targets = features_of(results, c)
-        inverse = np.linalg.inv(phi.T @ phi)
-        scores = scores + phi @ (inverse / np.abs(inverse).mean()) @ targets.T
-        with h5py.File(results / f"scores/few/{c}.h5") as file:
-            weights = weights + file["loss_weights"][:][:, None]
-    lds = lds_of(results, scores * weights, "0-9", "10-19", "20-26")
-    assert float(rows["trak_0.3.2"][3]) == pytest.approx(lds, abs=6e-4)
-    short = piped((*command, "64"), check=False)
-    assert "64 columns of rademacher with 32 are not a projection" in short.stderr

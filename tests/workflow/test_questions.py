@@ -1,17 +1,14 @@
-"""Experiments with targets in a file: which jobs run, and equal scores for equal samples."""
-
-import json
+"""Experiments with targets in a file or by a description: which jobs run, and with what result."""
 
 import numpy as np
 import pandas as pd
 import pytest
-from workspace import REPOSITORY
+from few_words import write
 
 STUDY = """
 
-def encode(patient, **measured):
-    row = torch.tensor([measured[f"x{i}"] for i in range(10)])
-    return row.float(), torch.tensor(float(patient))
+def encode(row):
+    return x[int(row)], y[int(row)]  # cells of a table are texts
 
 
 def describe(sample):
@@ -39,27 +36,12 @@ def study(own, tmp_path):
     return study
 
 
-def lines(study, rows, ids=None):
-    """Write patients of the study as JSON lines."""
-    import diabetes
-
-    with study.path("asked.jsonl").open("w") as file:
-        for number, row in enumerate(rows):
-            measured = {f"x{i}": float(v) for i, v in enumerate(diabetes.x[row])}
-            own = {} if ids is None else {"id": ids[number]}
-            file.write(json.dumps({"patient": float(diabetes.y[row]), **measured, **own}) + "\n")
-
-
-@pytest.fixture(autouse=True)
-def _diabetes(monkeypatch):
-    monkeypatch.syspath_prepend(str(REPOSITORY / "tests/studies"))
-
-
 def test_a_question_costs_its_own_gradient_and_scores(study):
     """Scores of samples that are also targets of the study are equal to the study's."""
     study.run("scores")  # again, because the study has new functions
     names = list(study.config["experiments"]["few"]["targets"])
-    lines(study, [int(name.removeprefix("patient-")) for name in names], names)
+    lines = [{"row": int(name.removeprefix("patient-")), "id": name} for name in names]
+    write(study.path("asked.jsonl"), lines)
     kept = {name: b for name, b in study.artifacts().items() if "train.h5" in name}
     question = 'experiments={"asked": {"data": "asked.jsonl"}}'
     ran = study.run("results/answers/asked.html", "--config", question)
@@ -72,19 +54,16 @@ def test_a_question_costs_its_own_gradient_and_scores(study):
     np.testing.assert_array_equal(asked.to_numpy(), own.to_numpy())
     assert "progress " in study.path("results/answers/asked.html").read_text()
     # Another question under the same name is another experiment's.
-    lines(study, [341])
+    write(study.path("asked.jsonl"), [{"row": 341}])
     assert study.would_run("results/scores/asked.h5", "--config", question) == ONE
 
 
 def test_questions_in_python_and_in_a_table(study):
     study.path("asked.py").write_text(QUESTION.replace("from diabetes", "from beside_it"))
     study.path("beside_it.py").write_text("from diabetes import x, y")
-    lines(study, [400, 401], ["first", "second"])
-    rows = [json.loads(line) for line in study.path("asked.jsonl").read_text().splitlines()]
-    pd.DataFrame(rows).to_csv(study.path("asked.tsv"), sep="\t", index=False)
-    path = study.path("diabetes.py")
-    # Cells of a table are text.
-    path.write_text(path.read_text().replace('measured[f"x{i}"]', 'float(measured[f"x{i}"])'))
+    lines = [{"row": 400, "id": "first"}, {"row": 401, "id": "second"}]
+    write(study.path("asked.jsonl"), lines)
+    pd.DataFrame(lines).to_csv(study.path("asked.tsv"), sep="\t", index=False)
     study.config["experiments"] |= {
         "code": {"data": "asked.py"},
         "lines": {"data": "asked.jsonl", "targets": ["second"]},
@@ -105,3 +84,30 @@ def test_questions_in_python_and_in_a_table(study):
     question = QUESTION.replace("402", "403").replace('"second"', '"b", "c"')
     study.path("asked.py").write_text(question)
     assert study.would_run(*scores) == ONE
+
+
+def test_described_targets_are_those_of_the_table_of_all(trained, tmp_path):
+    """Jobs decide which these are, and again where other checkpoints could decide anew."""
+    study = trained.copy(tmp_path / "study")
+    study.config["experiments"] = {
+        "everything": {"targets": "all"},
+        "errors": {"where": "prediction != label"},
+    }
+    counts = study.run("scores")
+    twice = {rule: 2 * n for rule, n in ONE.items()}
+    assert counts == {"compute_outputs": 3, "select_targets": 1} | twice
+    table = pd.read_hdf(study.path("results/scores/everything.h5"), "targets")
+    errors = table.loc[table["prediction"] != table["label"], "id"].tolist()
+    scores = pd.read_hdf(study.path("results/scores/errors.h5"), "scores")
+    assert 1 < len(errors) < len(table)
+    assert scores.columns.tolist() == errors
+    study.config["experiments"]["errors"]["where"] = "prediction != label and label > 4"
+    assert study.would_run("scores") == ONE | {"select_targets": 1}
+    # Another checkpoint says what is wrong anew.
+    study.config["checkpoints"]["c1"] = {"seed": 11}
+    again = study.run("scores")
+    assert (again["train_checkpoint"], again["compute_outputs"]) == (1, 1)
+    table = pd.read_hdf(study.path("results/scores/errors.h5"), "targets")
+    expected = pd.read_hdf(study.path("results/scores/everything.h5"), "targets")
+    expected = expected.query("prediction != label and label > 4")
+    assert table["id"].tolist() == expected["id"].tolist()

@@ -1,4 +1,4 @@
-"""A config that names a ready-made study: no Python, and the numbers of a study that has some."""
+"""A config that names a ready-made study: no Python. Its samples and model: test_studies.py."""
 
 import inspect
 import re
@@ -15,7 +15,7 @@ import patience
 import pytest
 import texts
 import yaml
-from few_words import WORDS, ids, tokenizer, write
+from few_words import WORDS, tokenizer, write
 from pages import blocks, run_code
 from pipeline import run_config
 from refused import refused
@@ -28,23 +28,6 @@ from trak_core.runtime.files import data_digests
 from trak_core.study.study import Study
 
 ROWS = [{"id": i, "text": text} for i, text in enumerate(["sky is blue", "the sun", "red sky is"])]
-HAND_WRITTEN = f"""
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
-def samples(rows):
-    made = [torch.tensor(row) for row in rows]
-    return [{{"input_ids": one, "labels": one}} for one in made]
-
-def make_model():
-    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("out"))
-
-def train_data():
-    return samples({[ids(row["text"]) for row in ROWS]})
-
-def target_data():
-    return samples({[ids("the sky is red")]})
-"""
 (SHOWN,) = (text for info, text in blocks("README.md") if info == "yaml")
 (READ,) = (text for info, text in blocks("README.md", "Read the scores") if info == "python")
 CONFIG = yaml.safe_load(SHOWN) | {"projection": {"proj_dim": 16}}
@@ -56,8 +39,8 @@ def written_study(study, results):
 
 
 @pytest.fixture
-def study(tmp_path):
-    study = Workspace(tmp_path, deepcopy(CONFIG))
+def study(here):
+    study = Workspace(here, deepcopy(CONFIG))
     texts.gpt2().save_pretrained(study.path("out"))
     tokenizer().save_pretrained(study.path("out"))
     write(study.path("train.jsonl"), ROWS)
@@ -85,11 +68,10 @@ def check_that_it_can_be_asked(study, scores, capsys):
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
-def test_texts_and_weights_are_a_study(study, monkeypatch, capsys):
+def test_texts_and_weights_are_a_study(study, capsys):
     page = dict(blocks("docs/how-to/ready-made.md"))
     assert yaml.safe_load(SHOWN) == yaml.safe_load(page["yaml texts.yaml"])
     study.run("results-texts/scores/asked.h5", "results-texts/answers/asked.h5")
-    monkeypatch.chdir(study.folder)
     assert len(run_code(READ).splitlines()) == 4  # the three texts, and a line above
     scores = pd.read_hdf(study.path("results-texts/scores/asked.h5"), "scores")
     described = pd.read_hdf(study.path("results-texts/answers/asked.h5"), "train").set_index("id")[
@@ -98,20 +80,6 @@ def test_texts_and_weights_are_a_study(study, monkeypatch, capsys):
     assert described.to_dict() == {row["id"]: row["text"] for row in ROWS}
     assert study.would_run() == {}
     check_that_it_can_be_asked(study, scores[0], capsys)
-
-    # The file that was written is a study like any other, and may be taken further.
-    study.path("mine.py").write_text(written_study(study, "results-texts").read_text())
-    study.path("hand.py").write_text(HAND_WRITTEN)
-    written = {"study": "hand.py", "model_output": "language_modelling", "results": "others"}
-    by_hand = Workspace(
-        study.folder,
-        {k: v for k, v in CONFIG.items() if k != "study_arguments"}
-        | written
-        | {"experiments": {"asked": {"targets": [0]}}},
-    )
-    by_hand.run("others/scores/asked.h5")
-    other = pd.read_hdf(study.path("others/scores/asked.h5"), "scores")
-    assert (other.to_numpy() == scores.to_numpy()).all()
 
     # An edited text is never given stale scores; a new question costs itself.
     write(study.path("asked.jsonl"), [{"text": "the sun"}])
@@ -123,28 +91,6 @@ def test_texts_and_weights_are_a_study(study, monkeypatch, capsys):
 # Root may write anywhere, unless it gives that up: CAP_DAC_OVERRIDE.
 WITHOUT_RIGHT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(24, 1, 0, 0, 0)\n"
 WITHOUT_RIGHT += "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
-
-
-def check_reader(results, cwd, calls):
-    """Run Python for each (arguments, exit status, part of the output), and check these.
-
-    Python may not write into the results folder, which stays as it was.
-    """
-    folders = [results, *(path for path in results.rglob("*") if path.is_dir())]
-    before = {path: path.stat().st_mtime_ns for path in results.rglob("*")}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    for path in folders:
-        path.chmod(0o555)
-    try:
-        for arguments, status, said in calls:
-            command = [sys.executable, "-c", WITHOUT_RIGHT, *arguments]
-            done = patience.run(command, 60, cwd=cwd, **pipes)
-            assert (done.returncode, said in done.stdout) == (status, True), done.stdout
-            assert "Traceback" not in done.stdout
-    finally:
-        for path in folders:
-            path.chmod(0o755)
-    assert {path: path.stat().st_mtime_ns for path in results.rglob("*")} == before
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="root gives up a right as Linux has it")
@@ -174,15 +120,26 @@ def test_a_colleague_s_results_are_asked_as_they_are(study):
         ([*call, *new], 1, f"{denied}. Make the"),
         ([*call, "-n", "--config", other], 1, f"{denied}/language_model_study_"),
     ]
-    check_reader(study.path("results-texts"), study.folder, calls)
+    results = study.path("results-texts")
+    folders = [results, *(path for path in results.rglob("*") if path.is_dir())]
+    before = {path: path.stat().st_mtime_ns for path in results.rglob("*")}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    for path in folders:
+        path.chmod(0o555)
+    try:
+        for arguments, status, said in calls:
+            done = patience.run([sys.executable, "-c", WITHOUT_RIGHT, *arguments], 60, **pipes)
+            assert (done.returncode, said in done.stdout) == (status, True), done.stdout
+            assert "Traceback" not in done.stdout
+    finally:
+        for path in folders:
+            path.chmod(0o755)
+    assert {path: path.stat().st_mtime_ns for path in results.rglob("*")} == before
 
 
-def test_init_writes_the_page_s_config_which_is_the_one_that_is_run_above(
-    study, monkeypatch, capsys
-):
+def test_init_writes_the_page_s_config_which_is_the_one_that_is_run_above(study, capsys):
     page = dict(blocks("docs/how-to/ready-made.md", "Begin with a folder"))
     called, *printed = page["console"].splitlines()
-    monkeypatch.chdir(study.folder)
     main(shlex.split(called)[2:])
     assert capsys.readouterr().out.splitlines() == printed
     text = study.path("first.yaml").read_text()
@@ -190,9 +147,7 @@ def test_init_writes_the_page_s_config_which_is_the_one_that_is_run_above(
     assert yaml.safe_load(text) | named == yaml.safe_load(SHOWN)
 
 
-def test_each_start_shows_samples_as_read_and_asked_ones_in_another_format(
-    study, monkeypatch, capsys
-):
+def test_each_start_shows_samples_as_read_and_asked_ones_in_another_format(study, capsys):
     """A dry run does not hide what is printed. What is said in which case: test_as_read.py."""
     rows = [{"prompt": "asked ", "text": f"{a} {b} said"} for a in WORDS[:3] for b in WORDS[:4]]
     write(study.path("train.jsonl"), rows)
@@ -205,13 +160,11 @@ def test_each_start_shows_samples_as_read_and_asked_ones_in_another_format(
         status, output = study.snakemake(*arguments)
         assert (status, output.count(trained), output.count(told)) == (0, 1, 1), output
     study.path("texts.yaml").write_text(yaml.safe_dump(study.config))
-    monkeypatch.chdir(study.folder)
     main(["ask", "texts.yaml", "--file", "asked.jsonl"])
     assert told in capsys.readouterr().err
 
 
-def test_what_a_config_may_not_say(study, monkeypatch):
-    monkeypatch.chdir(study.folder)
+def test_what_a_config_may_not_say(study):
     assert with_ready_study({"study": "mine.py"}) == {"study": "mine.py"}
     with refused("config.study", "language_modl", ", ".join(READY_MADE)):
         with_ready_study({"study": "language_modl", "study_arguments": {}})
@@ -228,8 +181,7 @@ def test_what_a_config_may_not_say(study, monkeypatch):
         with_ready_study({"study": "language_model", "study_arguments": {"texts": "train.jsonl"}})
 
 
-def test_code_and_data_of_arguments_are_watched(study, monkeypatch):
-    monkeypatch.chdir(study.folder)
+def test_code_and_data_of_arguments_are_watched(study):
     study.path("nets.py").write_text("import layers\n\ndef net(n):\n    return layers.made(n)\n")
     study.path("layers.py").write_text("from torch import nn\n\nmade = nn.Linear\n")
     study.path("images/a/b").mkdir(parents=True)
@@ -243,8 +195,7 @@ def test_code_and_data_of_arguments_are_watched(study, monkeypatch):
     assert "class_names = study.class_names" in written_study(study, "results").read_text()
 
 
-def test_images_that_a_table_names_are_watched(study, monkeypatch):
-    monkeypatch.chdir(study.folder)
+def test_images_that_a_table_names_are_watched(study):
     study.path("nets.py").write_text("def net(n):\n    pass\n")
     rows = [{"path": f"a[1]/{i}.png", "label": 0} for i in range(3)] + [{"path": "b.jpg"}]
     study.path("a[1]").mkdir()
@@ -262,8 +213,7 @@ def test_images_that_a_table_names_are_watched(study, monkeypatch):
     assert {"a[1]/0.png", "b.jpg"} == set(watched) - {"train.tsv", "nets.py"}
 
 
-def test_a_study_of_one_s_own_takes_arguments(study, monkeypatch):
-    monkeypatch.chdir(study.folder)
+def test_a_study_of_one_s_own_takes_arguments(study):
     study.path("sizes.py").write_text("SHIFT = 0.5\n")
     study.path("mine.py").write_text(
         "import torch\nfrom sizes import SHIFT\n\n"
@@ -303,8 +253,7 @@ def test_a_study_of_one_s_own_takes_arguments(study, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers'
 @pytest.mark.parametrize("name", ["images", "tables", "texts", "labelled_texts"])
-def test_an_example_runs_and_mostly_finds_the_own_class(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_an_example_runs_and_mostly_finds_the_own_class(name, here):
     shutil.copytree(REPOSITORY / "examples", "examples")
     shutil.copy(f"examples/{name}.yaml", "study.yaml")
     Path("ready-made").mkdir()
@@ -323,9 +272,8 @@ def test_an_example_runs_and_mostly_finds_the_own_class(name, tmp_path, monkeypa
     assert (found == own).sum() > len(targets) / 2
 
 
-def test_whatever_a_study_of_one_s_own_has_is_handed_on(tmp_path, monkeypatch):
+def test_whatever_a_study_of_one_s_own_has_is_handed_on(here):
     """Functions that are imported or assigned too, and keywords by any name but train's own."""
-    monkeypatch.chdir(tmp_path)
     Path("shown.py").write_text("def draw(axes, sample):\n    pass\n\nwords = list\n")
     Path("own.py").write_text(
         "import shown\nimport json as helper\nfrom shown import draw, words as token_texts\n\n"

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from own_checkpoints import own_study, save_own_checkpoint
-from pipeline import read_scores
+from pipeline import read_scores, run_exact_stages
+from trained_cases import assert_close
 from workspace import Workspace, scoring
 
 
@@ -66,21 +67,32 @@ def test_an_edit_of_an_own_output_runs_again_what_it_decides(study):
     np.testing.assert_allclose(again, scores, rtol=1e-4, atol=1e-6)
 
 
-def test_own_checkpoint_touched_and_replaced(study):
-    """By one of its size and time, as `cp -p` or `tar` leaves it."""
-    path = study.path("mine/c1.pt")
-    path.touch()
+def test_from_exact_scores_to_a_projection(study, tmp_path):
+    """What runs, what runs again; Snakemake's scores are those of the stages."""
+    del study.config["checkpoints"]["c2"], study.config["experiments"]["one"]
+    study.config["projection"] = "exact"
+    everything = {"compute_gramian": 4, "compute_exact_scores": 2, "average_scores": 1}
+    assert study.run() == everything
+    study.config["compute"] = {"batch_size": 9, "memory_mb": 300, "threads": 2}
     assert study.would_run() == {}
-    before = path.stat()
-    times = before.st_atime_ns, before.st_mtime_ns
-    for scale in (2, 1):
-        save_own_checkpoint(study, 1, scale=scale)
-        os.utime(path, ns=times)
-        assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, times[1])
-        assert study.would_run() == scoring(1, 2)
-        if scale == 2:
-            assert study.run("results/scores/few.h5", "results/scores/one.h5") == scoring(1, 2)
-            assert study.would_run("scores") == {}
+    paths = {name: study.path(path) for name, path in study.config["checkpoints"].items()}
+    targets = study.config["experiments"]["few"]["targets"]
+    given = study.path("diabetes.py"), paths, targets
+    expected = run_exact_stages(tmp_path / "exact", *given, model_output="regression")
+    exact = read_scores(study.path("results/scores/few.h5")).to_numpy()
+    assert_close(exact, read_scores(expected).to_numpy(), 1e-6)
+    save_own_checkpoint(study, 1, scale=2)
+    again = {"compute_gramian": 2, "compute_exact_scores": 1, "average_scores": 1}
+    assert study.would_run() == again
+    save_own_checkpoint(study, 1)
+    assert study.would_run() == {}
+    study.config["label_draws"] = 2
+    assert study.would_run() == everything
+    del study.config["label_draws"]
+    study.config["scoring"] = {"damping": 1.5}
+    assert study.would_run() == {"compute_exact_scores": 2, "average_scores": 1}
+    study.config["projection"] = {"proj_dim": 2048}
+    assert study.would_run() == scoring(2, 1)
 
 
 def test_results_without_snakemakes_records_count_as_finished(study):

@@ -2,8 +2,8 @@
 
 An artifact gets its final name only when it is complete. It contains the settings that determine
 its content (``spec``), the software and the device that computed it (``provenance``), and a hash of
-its content. Matrices are stored in pandas' *fixed* layout, from which
-``pandas.read_hdf(path, key)`` returns a labelled frame. h5py reads ``<key>/block0_values``.
+its content. Matrices are stored in pandas' *fixed* layout: ``pandas.read_hdf(path, key)`` returns a
+labelled frame, and h5py reads the values from ``<key>/block0_values``.
 """
 
 from trak_core.artifacts.check_consistency import (
@@ -42,8 +42,7 @@ from trak_core.artifacts.write import Writer, create, software
 
 __all__ = ["ANSWERS", "CHECKPOINT_SCORES", "EMBEDDINGS", "EVALUATION", "EXACT_SCORES", "FEATURES"]
 __all__ += ["FEATURE_SHARD", "GRAMIAN", "GROUPS", "KINDS", "NORMAL_MATRIX", "OUTPUTS", "REMOVALS"]
-__all__ += ["RETRAINED", "SCORES", "SELF_INFLUENCE", "TARGETS", "TOKEN_SCORES"]
-__all__ += ["Artifact", "ArtifactError", "ArtifactKind", "Rows", "Writer", "check_made_for"]
-__all__ += ["check_retrained", "check_same", "check_splits", "check_together"]
-__all__ += ["create", "open_artifact", "read_frame"]
+__all__ += ["RETRAINED", "SCORES", "SELF_INFLUENCE", "TARGETS", "TOKEN_SCORES", "Artifact"]
+__all__ += ["ArtifactError", "ArtifactKind", "Rows", "Writer", "check_made_for", "check_retrained"]
+__all__ += ["check_same", "check_splits", "check_together", "create", "open_artifact", "read_frame"]
 __all__ += ["scaled_integers", "selected_ids", "software", "verify"]

@@ -19,8 +19,8 @@ _SHARED += ("dtype", "study_digest")
 def check_same(part: str, expected: Any, actual: Any, file: Artifact) -> None:
     """Raise an error if the value ``actual`` in a file differs from ``expected``.
 
-    ``part`` names the value in the error message. If the values are dicts, the message shows only
-    the entries that differ.
+    ``part`` is the name of the value in the error message. If both values are dicts, the message
+    shows only the entries that differ.
     """
     if expected == actual:
         return
@@ -41,12 +41,12 @@ def check_made_for(
 ) -> None:
     """Raise an error if an artifact was written for another config.
 
-    Snakemake does not notice such a file if the job that wrote it ended after Snakemake itself. A
+    Snakemake does not notice this if the job that wrote the file ended after Snakemake itself. A
     shard, which contains only some of the samples, also raises an error unless ``may_be_shard``.
     """
     if not may_be_shard:
         check_same("shard (None for a whole split)", None, artifact.spec.get("shard"), artifact)
-    # Keys that the spec leaves out are compared too, because a file that has such a key was written
+    # Keys that the spec leaves out are also compared, because a file with such a key was written
     # for other settings.
     expected: dict[str, Any] = dict.fromkeys(FeaturesSpec.LEFT_OUT) | spec.as_dict()
     actual = {key: artifact.spec.get(key) for key in expected}
@@ -58,14 +58,14 @@ def check_made_for(
 
 
 def check_retrained(artifact: Artifact, spec: RetrainedSpec, **more: Any) -> None:
-    """Raise an error if models were retrained with settings other than ``spec`` and ``more``."""
+    """Raise an error if a file of retrained models was written for other settings."""
     expected = spec.as_dict() | more
     actual = {key: artifact.spec.get(key) for key in expected}
     check_same("settings of the current config", expected, actual, artifact)
 
 
 def selected_ids(paths: Sequence[Path], spec: FeaturesSpec) -> list[Any] | None:
-    """Return the ids of the selected targets from the first file, or None if there is no file."""
+    """Return the ids of the selected targets in the first file, or None if there is no file."""
     for path in paths:
         with open_artifact(path, TARGETS) as file:
             digest = file.spec.get("targets_digest")
@@ -75,7 +75,7 @@ def selected_ids(paths: Sequence[Path], spec: FeaturesSpec) -> list[Any] | None:
 
 
 def check_splits(train: Artifact, targets: Artifact, spec: ScoresSpec) -> dict[str, Any]:
-    """Return the settings that a file of training samples and a file of targets must share.
+    """Return the settings that files of training samples and of targets must share.
 
     Raise an error if these settings, such as the projection, differ between the two files.
     """
@@ -86,21 +86,21 @@ def check_splits(train: Artifact, targets: Artifact, spec: ScoresSpec) -> dict[s
     return shared
 
 
-def check_together(parts: Sequence[Artifact], spec: ScoresSpec) -> None:
+def check_together(files: Sequence[Artifact], spec: ScoresSpec) -> None:
     """Raise an error if the score files of checkpoints cannot be averaged.
 
-    All files must have the settings of ``spec`` and the same samples. ``parts`` contains one file
+    All files must have the settings of ``spec`` and the same samples. ``files`` contains one file
     for each checkpoint, in the order of ``spec.checkpoints``.
     """
-    first = parts[0]
-    for part, checkpoint in zip(parts, spec.checkpoints, strict=True):
-        check_made_for(part, spec.under(checkpoint))
-        expected, actual = (file.spec.get("parameters_digest") for file in (first, part))
-        check_same("names and shapes of parameters", expected, actual, part)
+    first = files[0]
+    for file, checkpoint in zip(files, spec.checkpoints, strict=True):
+        check_made_for(file, spec.under(checkpoint))
+        expected, actual = (f.spec.get("parameters_digest") for f in (first, file))
+        check_same("names and shapes of parameters", expected, actual, file)
         # The stream of random numbers is different for each checkpoint, so it is not compared.
-        expected, actual = (file.spec["projection"] | {"stream": None} for file in (first, part))
-        check_same("projection", expected, actual, part)
+        expected, actual = (f.spec["projection"] | {"stream": None} for f in (first, file))
+        check_same("projection", expected, actual, file)
         # The study's data files may have changed between the jobs of two checkpoints.
         for key in ("train_ids", "target_ids", "train_labels", "target_labels"):
-            if not np.array_equal(first.vector(key), part.vector(key)):
-                check_same(key.replace("_", " "), first.ids(key), part.ids(key), part)
+            if not np.array_equal(first.vector(key), file.vector(key)):
+                check_same(key.replace("_", " "), first.ids(key), file.ids(key), file)

@@ -5,7 +5,7 @@ Therefore h5py and pandas detect a flipped bit when they read it.
 
 The attributes ``spec`` and ``provenance`` contain JSON without lists, because an attribute is
 limited to 64 KiB, and lists can be longer in a large study. Each list is stored as a vector with a
-JSON text for each element, in a group with the name of the attribute. h5py can read them:
+JSON text for each element, in a group with the name of the attribute. To read them with h5py:
 
     spec = json.loads(file.attrs["spec"])
     for key, rows in file.get("spec", {}).items():
@@ -66,7 +66,7 @@ CHECKPOINT_SCORES = ArtifactKind(
 GRAMIAN = ArtifactKind(
     "trak-gramian", ("gramian", "outputs", "sample_ids"), "compute_gramian", _OF_SAMPLES
 )
-# If gradients are not projected, another rule writes the scores of checkpoints.
+# Without a projection, another rule writes the scores of checkpoints.
 EXACT_SCORES = replace(CHECKPOINT_SCORES, rule="compute_exact_scores")
 SCORES = ArtifactKind("trak-scores", ("top_influences", "targets", "train"), "average_scores")
 RETRAINED = ArtifactKind("trak-retrained", ("masks", "outputs", "predictions"), "retrain_subsets")
@@ -80,14 +80,14 @@ TOKEN_SCORES = ArtifactKind("trak-token-scores", ("tokens", "layers"), "compute_
 _TABLES = ("summary", "targets", "checkpoints")
 EVALUATION = ArtifactKind("trak-evaluation", _TABLES, "evaluate_scores")
 REMOVALS = ArtifactKind("trak-evaluation", ("summary", "targets"), "compare_removals")
-# The function ``verify`` uses the first kind here with the encoding type and the keys of a file.
+# ``verify`` takes the first of these kinds whose encoding type and keys a file has.
 KINDS = (FEATURES, NORMAL_MATRIX, GRAMIAN, CHECKPOINT_SCORES, SCORES, RETRAINED)
 KINDS += (EMBEDDINGS, SELF_INFLUENCE, ANSWERS, GROUPS, OUTPUTS, TARGETS, TOKEN_SCORES)
-KINDS += (EVALUATION, REMOVALS)  # EVALUATION must be first, because it has all keys of REMOVALS.
+KINDS += (EVALUATION, REMOVALS)  # EVALUATION is first, because it also has all keys of REMOVALS.
 
 
 class ArtifactError(InputError):
-    """The error for an artifact that is missing, damaged, or not the one that is needed."""
+    """The error for an artifact that is missing, damaged, or made for other settings."""
 
 
 def ids_array(ids: Sequence[Any] | np.ndarray) -> np.ndarray:
@@ -130,8 +130,8 @@ def add_rows(digest: "hashlib.blake2b", name: str, block: np.ndarray) -> None:
 def content_hash(file: h5py.File, known: Mapping[str, str] | None = None) -> str:
     """Return a hash of all names, attributes, dtypes, shapes and values in a file.
 
-    The hash has 32 hexadecimal digits. ``known`` contains hashes of the values of some datasets,
-    which are then not read. A number that is NaN or infinite raises a ``ValueError``.
+    The hash has 32 hexadecimal digits. Datasets are not read if ``known`` contains a hash of their
+    values. A number that is NaN or infinite raises a ``ValueError``.
     """
     digest, known = new_hash(), known or {}
 
@@ -171,13 +171,13 @@ def write_object(file: h5py.File, name: str, value: Mapping[str, Any]) -> None:
     others = {key: part for key, part in value.items() if key not in lists}
     put_attributes(file, **{name: json.dumps(others, sort_keys=True)})
     group = file.create_group(name) if lists else file
-    for key in sorted(lists):  # The dtype S can store the texts, because json.dumps returns ASCII.
+    for key in sorted(lists):  # json.dumps returns ASCII, which the dtype S can store.
         texts = [json.dumps(element, sort_keys=True).encode() for element in lists[key]]
         put_vector(group, key, np.array(texts, dtype="S"))
 
 
 def put_vector(group: h5py.Group, name: str, values: np.ndarray, chunk: int | None = None) -> Any:
-    """Write values to a new dataset, which has checksums unless it is empty."""
+    """Write values to a new dataset, with checksums unless it is empty. Return the dataset."""
     chunks = (min(len(values), chunk or len(values)),)
     stored: dict[str, Any] = {"chunks": chunks, "fletcher32": True} if len(values) else {}
     return group.create_dataset(name, data=values, **stored)
@@ -192,7 +192,7 @@ def read_object(file: h5py.File, name: str) -> dict[str, Any]:
 
 
 def scales_of(key: str) -> str:
-    """Return the name of the vector with a scale for each row of the int8 matrix ``key``."""
+    """Return the name of the vector that has a scale for each row of the int8 matrix ``key``."""
     return f"{key}_scales"
 
 
@@ -201,7 +201,7 @@ def scaled_integers(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
     The rows are approximately ``integers * scales[:, None]``. In each row, the entry with the
     largest absolute value becomes 127 or -127. Scales are rounded up to 17 significant bits.
-    Therefore the products are exact in float32, and they would be quantized to the same integers
+    Therefore the products are exact in float32, and quantizing the products gives the same integers
     again. A row of zeros has the scale 0. A row with NaN, infinity, or numbers close to the maximum
     of float32 has the scale NaN.
     """
@@ -221,8 +221,8 @@ def table_columns(
 ) -> dict[str, Any]:
     """Return the columns of a table that pandas wrote, by name.
 
-    pandas stores several columns of a table in one field. ``columns`` contains the name of each
-    column, its field, and its index within the field. ``read`` selects rows.
+    pandas stores several columns of a table in one field. ``columns`` contains each column's name,
+    field, and index within the field. ``read`` selects rows.
     """
     rows, values = table[read], {}
     for name, field_name, index in columns:

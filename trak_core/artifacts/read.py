@@ -27,9 +27,10 @@ from trak_core.artifacts.format import (
     scales_of,
     table_columns,
 )
+from trak_core.errors import first_line
 from trak_core.runtime.files import supports_locks
 
-if TYPE_CHECKING:  # Most jobs read no table and do not import pandas.
+if TYPE_CHECKING:  # At run time, only jobs that read a table import pandas.
     import pandas as pd
 
 
@@ -45,25 +46,21 @@ def _text(attribute: Any) -> Any:
     return attribute.decode() if isinstance(attribute, bytes) else attribute
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
 class Artifact:
-    """A file to read. ``open_artifact`` checks its metadata and returns it.
+    """A file to read. ``open_artifact`` checks the metadata and returns the file.
 
-    The file is opened when it is read. Only the 64 files that were read last stay open, because an
-    open HDF5 file takes 0.8 MB, and most systems limit a process to 1,024 open files.
+    The file is opened when values are read. Only the 64 files that were read last stay open,
+    because an open HDF5 file takes 0.8 MB, and most systems allow a process 1,024 open files.
     """
 
-    # The open files of all artifacts. The file that was used last is at the end.
+    # The open files of all artifacts, in the order in which they were last used.
     _open: ClassVar[dict["Artifact", h5py.File]] = {}
     spec: dict[str, Any]
     provenance: dict[str, Any]
     content_hash: str
 
     def __init__(self, path: Path, kind: ArtifactKind) -> None:
-        """Check that the file exists. ``check_metadata`` reads its spec and other metadata."""
+        """Check that the file exists. ``check_metadata`` reads the spec and other metadata."""
         self.path, self.kind = path, kind
         if not path.is_file():
             raise self._refused(f"a {kind.encoding_type} file must exist", "There is no file")
@@ -83,9 +80,9 @@ class Artifact:
         except ArtifactError:
             raise
         except Exception as error:
-            # Damaged metadata can cause errors of any type in h5py.
+            # If metadata are damaged, h5py can raise errors of any type.
             must = f"a {self.kind.encoding_type} file must be complete and unchanged"
-            raise self._refused(must, f"{doing} failed: {_first_line(error)}") from error
+            raise self._refused(must, f"{doing} failed: {first_line(error)}") from error
 
     def _file(self) -> h5py.File:
         """Return the open file. Raise an ``OSError`` if it was replaced since the first check."""
@@ -93,8 +90,8 @@ class Artifact:
         if file is None:
             while len(self._open) >= _MOST_OPEN:
                 next(iter(self._open)).close()
-            # A chunk cache would be useless, because each block is read only once. A lock would be
-            # useless, because a complete file does not change, and some disks do not support locks.
+            # There is no chunk cache, because each block is read only once, and no lock, because a
+            # complete file does not change, and some disks do not support locks.
             file = h5py.File(self.path, "r", rdcc_nbytes=0, locking=False)
             if _signature(self.path) != self._seen:
                 file.close()
@@ -108,7 +105,7 @@ class Artifact:
             self._open.pop(self).close()
 
     def check_values(self) -> None:
-        """Check that no value of the file's datasets is missing or in another file."""
+        """Check that no dataset has values that are missing or stored in another file."""
         with self._explained():
             file, names = self._file(), []
             file.visititems_links(lambda name, _link: names.append(name))
@@ -133,7 +130,7 @@ class Artifact:
 
     @property
     def file(self) -> h5py.File:
-        """The open file, which may be closed when another artifact is read."""
+        """The open file. It may be closed when another artifact is read."""
         try:
             return self._file()
         except OSError as error:
@@ -141,7 +138,7 @@ class Artifact:
             raise self._refused(must, f"Opening it again failed: {error}") from error
 
     def attribute(self, name: str) -> Any:
-        """Return an attribute of the file, which is a text or a number."""
+        """Return the text or number that is stored as an attribute of the file."""
         return _text(np.asarray(self.file.attrs[name]).item())
 
     def _dataset(self, key: str) -> h5py.Dataset:
@@ -228,8 +225,8 @@ class Rows:
 def open_artifact(path: Path, kind: ArtifactKind) -> Generator[Artifact, None, None]:
     """Yield an artifact for a ``with`` block, after checking its metadata.
 
-    Damaged numbers raise an error when they are read, unless the numbers and their checksum both
-    became zeros. ``verify`` also detects this case.
+    Reading damaged numbers raises an error, unless both the numbers and their checksum became
+    zeros. ``verify`` also detects this case.
 
     Raises:
         ArtifactError: If the file is missing, damaged, incomplete, of another kind or version, or
@@ -256,7 +253,7 @@ def open_artifact(path: Path, kind: ArtifactKind) -> Generator[Artifact, None, N
 
 
 def verify(path: Path) -> ArtifactKind:
-    """Return the kind of an artifact, after checking all of its contents by their hash."""
+    """Return the kind of an artifact, after checking all of its content by a hash."""
     artifact = Artifact(path, ArtifactKind("trak-*", (), "of that name"))
     with contextlib.closing(artifact), artifact._explained():
         artifact.check_values()
@@ -299,11 +296,11 @@ def read_frame(path: Path, key: str) -> tuple[np.ndarray, list[Any], list[Any]]:
             raise ValueError(f"values of shape {values.shape} for {size}, or values that are NaN")
     except MemoryError:
         raise
-    except Exception as error:  # A damaged file can cause errors of any type.
+    except Exception as error:  # If a file is damaged, h5py can raise errors of any type.
         raise ArtifactError(
             f"{path}: the file must be readable HDF5 with a complete frame {key!r} of finite "
-            "numbers. All row ids must be integers or all must be strings, and so must all column "
-            f"ids. Found: {_first_line(error)}. Write the frame with `frame.to_hdf(path, "
+            "numbers. Row ids must be all integers or all strings, and so must column ids. Found: "
+            f"{first_line(error)}. Write the frame with `frame.to_hdf(path, "
             f"key={key!r}, format='fixed')`.",
             code="artifacts.frame",
         ) from error

@@ -33,7 +33,7 @@ from trak_core.artifacts.format import (
 )
 from trak_core.runtime.files import atomic_write, disk_full_error
 
-if TYPE_CHECKING:  # Most jobs write no table and do not import pandas.
+if TYPE_CHECKING:  # At run time, only jobs that write a table import pandas.
     import pandas as pd
 
 _Table = dict[str, np.ndarray]  # the columns of a table, by name
@@ -41,7 +41,7 @@ _Table = dict[str, np.ndarray]  # the columns of a table, by name
 _Column = tuple[str, str, int]
 _PIECE_ROWS = 2**18  # rows of a table that pandas writes at a time, which limits its memory
 _PANDAS_VERSION = "0.15.2"  # version of pandas' HDF5 layout; pandas 3 does not write this attribute
-# Attributes that PyTables and pandas need to read a matrix, in the order in which they are stored.
+# Attributes that PyTables and pandas need to read a matrix, in the order of storage.
 _FRAME = {
     **{"CLASS": "GROUP", "VERSION": "1.0", "TITLE": "", "pandas_type": "frame"},
     **{"pandas_version": _PANDAS_VERSION, "encoding": "UTF-8", "errors": "strict"},
@@ -50,18 +50,18 @@ _FRAME = {
 }
 _VALUES = {"CLASS": "CARRAY", "VERSION": "1.1", "TITLE": "", "FLAVOR": "numpy"}
 _AXIS = {"CLASS": "ARRAY", "VERSION": "2.4", "TITLE": "", "FLAVOR": "numpy"}
-# This is how pandas stores an axis without a name.
+# The attributes that pandas stores for an axis without a name.
 _UNNAMED = {"name": np.bytes_(b"N."), "transposed": np.uint8(1)}
 
 
 def _even(length: int, most: int) -> int:
-    """Return the length of chunks: ``most``, or less if this would cause over 2 % of padding."""
+    """Return the length of chunks: ``most``, or less if padding would take more than 2 %."""
     count = -(-length // max(1, most))
     return min(length, most) if count * most <= 1.02 * length else -(-length // max(1, count))
 
 
 class MatrixWriter:
-    """The values of a new matrix. ``values[start:stop] = block`` writes its rows in order."""
+    """The values of a new matrix. ``values[start:stop] = block`` writes the next rows."""
 
     def __init__(self, path: Path, dataset: h5py.Dataset) -> None:
         self._path, self._dataset, self._filled = path, dataset, 0
@@ -138,7 +138,7 @@ class Writer:
             put_attributes(put_vector(group, name, values), **_AXIS, kind=kind, **_UNNAMED)
         shape = (len(index), len(columns))
         chunks = (_even(shape[0], chunks[0]), _even(shape[1], chunks[1]))
-        # HDF5 caches two rows of chunks. Otherwise it could write a chunk several times.
+        # With a cache for two rows of chunks, HDF5 writes each chunk only once.
         cache_bytes = 2 * chunks[0] * max(shape[1], chunks[1]) * np.dtype(dtype).itemsize
         values = group.create_dataset(
             *("block0_values", shape, dtype),
@@ -157,7 +157,7 @@ class Writer:
         put_vector(self.file, key, array, chunk)
 
     def scalar(self, key: str, value: float) -> None:
-        """Write a number in the compact layout, in which it has a checksum."""
+        """Write a number in the compact layout, because HDF5 then stores a checksum."""
         compact = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         compact.set_layout(h5py.h5d.COMPACT)
         compact.set_obj_track_times(False)
@@ -176,7 +176,7 @@ class Writer:
         ``searchable`` columns, with the argument ``where`` of ``pandas.read_hdf``.
         """
         columns = {name: np.asarray(rows[name]) for name in rows}
-        if not _length(columns):  # pandas would not write an empty table
+        if not _length(columns):  # pandas cannot write an empty table
             raise ArtifactError(
                 f"{self.path}: the table {key!r} must have at least one row, but has none. Check "
                 "whether every score is exactly 0.",
@@ -214,14 +214,13 @@ def _widths(rows: _Table, searchable: list[str]) -> dict[str, int]:
 def _put_table(path: Path, key: str, rows: _Table, searchable: list[str]) -> list[_Column]:
     """Return the position of each column in a stored table, after writing the table with pandas.
 
-    pandas also stores the positions, but as a pickle, which readers do not load, because a pickle
-    can run code.
+    pandas also stores the positions, but as a pickle, which could run code when it is loaded.
     """
     import pandas as pd
 
     # pandas writes checksums only if a compression library is named. Level 0 does not compress.
     packing: Any = {"track_times": False, "complib": "zlib", "complevel": 0}
-    # pandas 2 reads texts that equal nan_rep as missing values. No text contains this character.
+    # pandas 2 reads a text that equals nan_rep as a missing value. No text is this character.
     packing["nan_rep"] = "\x1a"
     if _length(rows) > _PIECE_ROWS:
         packing["min_itemsize"] = _widths(rows, searchable)
@@ -239,7 +238,7 @@ def _put_table(path: Path, key: str, rows: _Table, searchable: list[str]) -> lis
 
 
 def _reads_back(path: Path, key: str, rows: _Table, columns: list[_Column]) -> bool:
-    """Return whether a table reads back correctly. PyTables does not report failed writes."""
+    """Return whether a table was written correctly, because PyTables does not report errors."""
     try:
         with h5py.File(path, locking=False) as file:
             table: Any = file[f"{key}/table"]
@@ -251,7 +250,7 @@ def _reads_back(path: Path, key: str, rows: _Table, columns: list[_Column]) -> b
                     equal_nan = piece[name].dtype.kind == "f"
                     is_same &= np.array_equal(values[name], piece[name], equal_nan=equal_nan)
             return is_same
-    except Exception:  # An incomplete file can cause errors of any type.
+    except Exception:  # If a file is incomplete, h5py can raise errors of any type.
         return False
 
 
@@ -286,16 +285,16 @@ def create(
             write_object(file, "spec", spec)
             write_object(file, "provenance", provenance)
             writer = Writer(path, file)
-            # If the block raises an exception, the file must not be finished.
+            # If the caller's block raises an exception, the file must not be finished.
             yield writer  # ruff: ignore[fallible-context-manager]
             known: dict[str, str] = {}
             for matrix in writer.matrices:
                 known[matrix.name] = matrix.hexdigest()
                 if matrix.scales is not None:
-                    # With small chunks, a reader of few rows also reads few scales.
+                    # With small chunks, reading a few rows also reads only a few scales.
                     writer.vector(scales_of(matrix.name.split("/")[0]), matrix.scales, chunk=1024)
             for key, _, _ in writer.tables:
-                file.create_group(key)  # PyTables would store the time of creation in its group.
+                file.create_group(key)  # A group that PyTables creates contains the time.
         # PyTables uses its own copy of the HDF5 library, so h5py must have closed the file.
         fields: dict[str, list[_Column]] = {}
         for key, rows, searchable in writer.tables:

@@ -55,20 +55,21 @@ class OrderedSamples:
     def _text(self, i: int) -> Batch:
         text = as_batch(self.split.batch(i, i + 1), self.output)
         assert self.shapes is not None
-        kwargs, along, source = dict(text.kwargs), self.shapes.along, dict(self.shapes.source)
+        kwargs, token_inputs = dict(text.kwargs), self.shapes.token_inputs
+        encoder_lengths = dict(self.shapes.encoder_lengths)
         if self.makes_mask:
-            of = next((kwargs[name] for name in source), text.labels)
-            kwargs[_MASK] = torch.ones(of.shape[:2], dtype=torch.int64)
-            if source:
-                source[_MASK] = max(source.values())
+            masked = next((kwargs[name] for name in encoder_lengths), text.labels)
+            kwargs[_MASK] = torch.ones(masked.shape[:2], dtype=torch.int64)
+            if encoder_lengths:
+                encoder_lengths[_MASK] = max(encoder_lengths.values())
             else:
-                along = along | {_MASK}
-        for name, length in source.items():
+                token_inputs = token_inputs | {_MASK}
+        for name, length in encoder_lengths.items():
             missing = length - kwargs[name].shape[1]
             inner = [0, 0] * (kwargs[name].ndim - 2)
             kwargs[name] = nn.functional.pad(kwargs[name], (*inner, 0, missing))
         lengths = torch.tensor([text.labels.shape[1]])
-        return replace(text, kwargs=kwargs, lengths=lengths, along=along)
+        return replace(text, kwargs=kwargs, lengths=lengths, token_inputs=token_inputs)
 
     def few(self, n: int) -> list[int]:
         """Return up to ``n`` positions of samples: the longest text, the shortest, and others."""
@@ -167,7 +168,7 @@ def order_samples(
         text = as_batch(split.batch(0, 1), output)
         makes_mask = takes_mask and not text.args and _MASK not in text.kwargs
         # If only labels differ in length, for an encoder and a decoder, no mask is needed.
-        makes_mask &= bool(shapes.source or shapes.along) or not output.takes_labels
+        makes_mask &= bool(shapes.encoder_lengths or shapes.token_inputs) or not output.takes_labels
         given = split.select(rows.tolist()), output, rows, tokens[rows].tolist()
         ordered.append(OrderedSamples(*given, shapes, makes_mask, own_window))
     return ordered

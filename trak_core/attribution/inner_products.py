@@ -87,7 +87,7 @@ def inner_products(
     train = _Rows(loaded, *given, ordered[-1], draws)
     right = train if targets is None else _Rows(loaded, *given, ordered[0], None)
     # The memory for one sample includes its rows in the block, which must not be counted twice.
-    spare = room.budget_bytes - room.needed.of_longest.of(1) + right.bytes_per_sample
+    spare = room.budget_bytes - room.needed.of_longest.bytes_of(1) + right.bytes_per_sample
     most = min(3 * room.budget_bytes // 4, spare) // right.bytes_per_sample
     block = max(1, min(len(others.ids), most))
     room = replace(room, budget_bytes=room.budget_bytes - block * right.bytes_per_sample)
@@ -129,7 +129,9 @@ def _prepared(
     """Return the arguments (method, number of classes) of ``_Rows``, and the memory for batches."""
     fews, n_classes = zip(*(loaded.few(samples) for samples in ordered), strict=True)
     needs = [loaded.memory(few, left_mb) for few in fews]
-    largest = max(range(len(needs)), key=lambda i: (needs[i].longest, needs[i].of_longest.of(1)))
+    largest = max(
+        range(len(needs)), key=lambda i: (needs[i].longest, needs[i].of_longest.bytes_of(1))
+    )
     # A sample also needs memory for rows in the batch and in the block, and for a copy of one row.
     more = (3 + 2 * (draws.n_draws if draws else 0)) * _row_bytes(loaded)
     more += draws.bytes_of_sample(loaded, fews[largest]) if draws else 0

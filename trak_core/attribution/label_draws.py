@@ -59,9 +59,9 @@ class LabelDraws:
         labels = batch.labels
         uniform = np.stack([self._uniform(sample_id, labels.shape[1:]) for sample_id in ids])
         if batch.gives_labels:
-            along = batch.along if batch.lengths is None else batch.along | {"labels"}
+            padded = batch.token_inputs | (set() if batch.lengths is None else {"labels"})
             kwargs = {**batch.kwargs, "labels": labels}
-            batch = replace(batch, kwargs=kwargs, along=along, gives_labels=False)
+            batch = replace(batch, kwargs=kwargs, token_inputs=padded, gives_labels=False)
         for draw in range(self.n_draws):
             numbers = torch.from_numpy(np.ascontiguousarray(uniform[..., draw])).to(read.device)
             with torch.no_grad():

@@ -204,16 +204,16 @@ class LoadedModel:
         activations to save memory.
         """
         try:
-            if self.blocks.is_on or not self.blocks.found:
+            if self.blocks.is_on or not self.blocks.blocks:
                 return self._memory(few, None)
             budget = budget_bytes(self.device, memory_mb)
             with suppress(TooMuchMemoryError):
                 needed = self._memory(few, budget)
-                if needed.of_longest.of(1) <= budget:
+                if needed.of_longest.bytes_of(1) <= budget:
                     return needed
             self.blocks.start()
             needed = self._memory(few, None)
-            print_line(f"Notice: {self.blocks.told()}")
+            print_line(f"Notice: {self.blocks.notice()}")
             return needed
         finally:
             release_freed_memory()

@@ -16,7 +16,7 @@ from trak_core.gradients.gradient_terms import (
     Contribution,
     Lookup,
     Outer,
-    piece_on,
+    max_piece_entries,
     summed_parts,
 )
 from trak_core.gradients.margins_in_pieces import MarginFactors
@@ -95,7 +95,7 @@ class Features(Consumer):
             part = part.float() if part.dtype is torch.float64 else part
             if scale is not None:
                 part = part * scale[first : first + part.shape[1]]
-            if self._n_held + part.numel() > piece_on(part.device):
+            if self._n_held + part.numel() > max_piece_entries(part.device):
                 self._project_held()
             self._held[offset + first] = part
             self._n_held += part.numel()

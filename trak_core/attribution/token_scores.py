@@ -364,8 +364,8 @@ class Shares(Consumer):
         """
         for use in uses:
             if isinstance(use, MarginFactors | BiasFactors) and use.matrix == shape:
-                of_weight = use.of_weight if isinstance(use, BiasFactors) else use
-                first = self._first(of_weight, of_weight.n_tokens)
+                weight = use.weight_factors if isinstance(use, BiasFactors) else use
+                first = self._first(weight, weight.n_tokens)
                 for outer in use.outers():
                     yield first, _of_outer(outer, shape)
                     first = None if first is None else first + outer.inputs.shape[1]
@@ -388,10 +388,10 @@ class Shares(Consumer):
             return 0 if n_positions <= self._n_tokens else None
         return 0 if 0 < n_positions == self._n_tokens and not use.has_ranks else None
 
-    def of(self, samples: slice) -> Self:
+    def for_samples(self, samples: slice) -> Self:
         ends = self._pairs.samples.new_tensor([samples.start, samples.stop])
         rows = slice(*torch.searchsorted(self._pairs.samples, ends).tolist())
-        other = super().of(rows)
+        other = super().for_samples(rows)
         other._set_pairs(
             Pairs(self._pairs.samples[rows] - samples.start, self._pairs.vectors[rows])
         )

@@ -115,7 +115,7 @@ def feature_blocks(
     chunk = min(compute.batch_size, room.most(needed.longest))
     loaded.check_apart(few, chunk)
     method = loaded.method_of(loaded, few)
-    chunk_mb = needed.of_longest.of(chunk) / 2**20
+    chunk_mb = needed.of_longest.bytes_of(chunk) / 2**20
     log(f"{chunk} samples at once, about {chunk_mb:.3g} MiB together")
 
     def project(output: ModelOutput, batch: Batch, ids: Sequence[object]) -> QueuedFeatures:

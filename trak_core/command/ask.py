@@ -106,18 +106,19 @@ def ask(words: Sequence[str]) -> None:
 
 
 class _Session:
-    """The state of ``trak ask``: the opened run, the answers, and whether a line had an error."""
+    """A call of ``trak ask``: the opened run, the answers, and whether a line had an error."""
 
     def __init__(self, asked: argparse.Namespace) -> None:
         self._asked = asked
-        is_given = asked.file is not None or asked.target
-        self.is_typed = not is_given and sys.stdin is not None and sys.stdin.isatty()
+        is_terminal = sys.stdin is not None and sys.stdin.isatty()
+        self._reads_input = asked.file is None and not asked.target
+        self.is_typed = self._reads_input and is_terminal
         self.has_failed = False
         self._answers: list[Answer] = []
-        # For each id of a sample, where it is from: "target 3" or "line 5".
+        # The origin of each sample by the sample's id, such as "target 3" or "line 5".
         self._places: dict[str, str] = {}
         self._outputs = [path for path in (asked.csv, asked.html) if path is not None]
-        if sys.stdin is not None and sys.stdin.isatty():
+        if is_terminal:
             print("Loading the run ...", file=sys.stderr, flush=True)
         with contextlib.redirect_stdout(sys.stderr):
             self._run = _open_run(asked.config)
@@ -132,9 +133,9 @@ class _Session:
         if self.is_typed:
             print(_HELP, file=sys.stderr)
         samples = self._samples()
-        # The lines of a file are scored in groups, because each group reads all checkpoints again.
-        is_given = self._asked.file is not None or self._asked.target
-        while group := list(itertools.islice(samples, _AT_ONCE if is_given else 1)):
+        # Targets and the lines of a file are scored in groups, because each group reads all
+        # checkpoints again. A line of standard input is answered before the next line is read.
+        while group := list(itertools.islice(samples, 1 if self._reads_input else _AT_ONCE)):
             answers = self._run.answers(group, self._asked.top, tokens=self._has_tokens)
             while pair := _next(answers):
                 asked, answer = pair
@@ -142,7 +143,7 @@ class _Session:
                     self._tell(f"{self._places[str(asked.id)]}: {answer}")
                     continue
                 if self._outputs:
-                    # Keeping the scores of all training samples would need too much memory.
+                    # Without the scores of all training samples, many answers fit in memory.
                     self._answers.append(replace(answer, scores=answer.scores.iloc[:0].copy()))
                 print(_in_words(answer), flush=True)
 
@@ -201,15 +202,15 @@ class _Session:
         before = self._places.setdefault(str(asked.id), place)
         if before is not place:
             raise InputError(
-                f"Ids of targets and lines must be unique. Found {asked.id}, which is the id of "
-                f"{before}, too. The id of a line is its field id, or else its number from 0.",
+                f"Ids of targets and lines must be unique. Found {asked.id} again, which is the id "
+                f"of {before}. The id of a line is its field `id`, or else its number from 0.",
                 code="command.id_again",
             )
 
     def _lines(self) -> Iterator[tuple[str, Any]]:
-        """Yield the place, such as "line 1", and the content of each line that is not empty.
+        """Yield the origin, such as "line 1", and the content of each line that is not empty.
 
-        The content is text or bytes. For a table or a JSON list, it is a dict of fields.
+        The content is text or bytes. For a row of a table or a JSON list, it is a dict of fields.
         """
         file: Path | None = self._asked.file
         from trak_core.data.rows import LINES, SUFFIXES
@@ -231,7 +232,7 @@ class _Session:
 
 
 def _check_outputs(run: "FinishedRun", asked: argparse.Namespace, outputs: list[Path]) -> None:
-    """Raise an error if an output file would replace another output or a file that a run needs."""
+    """Raise an error if the outputs are one file, or if one would replace a file of the run."""
     from trak_core.runtime.files import matches
 
     used_files = [Path(asked.config), *filter(None, (asked.file,)), run.results]

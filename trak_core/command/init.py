@@ -1,7 +1,7 @@
 """Write the config of a ready-made study for a folder that contains weights and data.
 
-Settings that cannot be read from the files are not guessed. The config has a comment on each of
-them, and the comments are also printed.
+Settings that cannot be read from the files are not guessed. For each of these settings, the config
+has a comment that says what to check, and the comment is also printed.
 """
 
 import argparse
@@ -39,17 +39,17 @@ _EXPLAINED = re.compile(
 )
 _CODE = re.compile(r"0[0-9]+")  # A number with leading zeros is an id or a code.
 _LABELS = ("label", "labels", "target", "class", "outcome", "y")
-# Names of a column in which pandas wrote row numbers.
-_NUMBERED = ("", "Unnamed: 0")
+# The names of a column with row numbers, which pandas wrote.
+_ROW_NUMBERS = ("", "Unnamed: 0")
 # Names of the fields for a prompt and its completion, in rows without a field `text`.
 _PAIRS = (
     *(("prompt", "completion"), ("prompt", "response"), ("question", "answer")),
     *(("instruction", "output"), ("instruction", "response"), ("input", "output")),
 )
 _DEPTH = 4  # Search four levels of subfolders, as in a Trainer's runs/first/out/checkpoint-5.
-# The numbers of targets to explain. If targets have labels, the second number applies, because a
-# list of suspects needs hundreds of targets.
-_N_TARGETS, _MOST_TARGETS = 3, 2000
+# The number of targets to explain, and the number if they have classes. The second number is larger
+# because a list of suspects needs hundreds of targets.
+_N_TARGETS, _MOST_LABELLED = 3, 2000
 _NEEDED = (
     "weights in Hugging Face format (config.json or adapter_config.json, possibly in "
     "checkpoint-<step>) and texts, or PyTorch checkpoints and a table or a folder of images for "
@@ -61,11 +61,12 @@ Line = tuple[str, Any, str]
 # With at most this many training texts, 4,096 dimensions take little time and disk space. Scores
 # are then more accurate than with the default of 1,024 (docs/explanation/projections.md).
 _FEW_TEXTS = 10_000
-_OF_THE_TEXT = 'if training added text, such as an end token, add a template: text: "{text}</s>"'
-_AROUND = "include all text that training added, such as a template or an end token"
-_BETWEEN = f"{_AROUND}, and any text between the prompt and this field, such as a space"
+# Comments in the config that tell the user what to check or to write.
+_TEMPLATE = 'if training added text, such as an end token, add a template: text: "{text}</s>"'
+_ALL_TEXT = "include all text that training added, such as a template or an end token"
+_PAIR = f"{_ALL_TEXT}, and any text between the prompt and this field, such as a space"
 _NETWORK = "a placeholder: give file.py:function, your function that returns the network"
-_OF_IMAGES = f"{_NETWORK} for a number of classes, or the name of a timm or torchvision model"
+_IMAGE_NET = f"{_NETWORK} for a number of classes, or the name of a timm or torchvision model"
 _TRANSFORM = (
     "null means RGB from 0 to 1 in the images' original size; otherwise give file.py:function, "
     "which converts a PIL image in RGB to a tensor as at test time"
@@ -121,7 +122,7 @@ def config_for(folder: Path) -> tuple[str, list[str]]:
         inside, report = inside + level, []
         if (text := _config_of(folder, inside, report)) is not None:
             return text, report
-        level = [path for path in level if not _is_of_images(path) and not _weights_config(path)]
+        level = [path for path in level if not _has_images(path) and not _weights_config(path)]
     searched = f" and {_DEPTH} levels of subfolders, {listed(inside[1:])}" if inside[1:] else ""
     findings = "; ".join(line.removeprefix("found: ") for line in report) or "none of them"
     raise InputError(
@@ -133,12 +134,12 @@ def config_for(folder: Path) -> tuple[str, list[str]]:
 
 
 def _config_of(folder: Path, inside: Sequence[Path], report: list[str]) -> str | None:
-    """Return the text of a config for the study in ``inside``, or None if there is no study."""
+    """Return the text of a config for the files in ``inside``, or None if there is no study."""
     # timm saves a state dict together with a config that contains the name of the network.
     saved = [path for path in inside if (path / "model.safetensors").is_file()]
     timm = {path: name for path in saved if (name := _json(path / _MODEL).get("architecture"))}
     weights = [path for path in inside if path not in timm and _weights_config(path)]
-    images = [path for path in inside if path not in weights and _is_of_images(path)]
+    images = [path for path in inside if path not in weights and _has_images(path)]
     # A folder of weights may also contain the texts, but its other files are not state dicts.
     plain = [path for path in inside if path not in weights]
     files = sorted({p for place in (folder, *plain) for p in place.iterdir() if p.is_file()})
@@ -151,7 +152,7 @@ def _config_of(folder: Path, inside: Sequence[Path], report: list[str]) -> str |
         bare = [path for path in weights if not [*path.glob("checkpoint-*")]]
         loads = _loadable(bare, report)
         weights = [path for path in weights if path in loads or path not in bare]
-        return _of_texts(weights, rows, report) if weights else None
+        return _text_config(weights, rows, report) if weights else None
     loads = _loadable(states, report) if images or rows else {}
     if not loads:
         return None
@@ -163,10 +164,10 @@ def _config_of(folder: Path, inside: Sequence[Path], report: list[str]) -> str |
             reason = f"another network than {checkpoints[0]}, which has more files or comes first"
             report.append(f"left out: {listed(network)}: {reason}")
     others = [path for path in loads if path not in checkpoints]
-    images, rows = (_of_project(data, checkpoints, others, report) for data in (images, rows))
+    images, rows = (_nearest_data(data, checkpoints, others, report) for data in (images, rows))
     if images:
-        return _of_images(images, checkpoints, timm, report)
-    return _of_table(rows, checkpoints, report)
+        return _image_config(images, checkpoints, timm, report)
+    return _table_config(rows, checkpoints, report)
 
 
 def _loadable(checkpoints: Iterable[Path], report: list[str]) -> dict[Path, frozenset[Any]]:
@@ -197,14 +198,14 @@ def _may_hold(path: Path) -> bool:
     return not any((path / name).exists() for name in ("pyvenv.cfg", "study.json"))
 
 
-def _is_of_images(folder: Path) -> bool:
-    """Return whether at least two subfolders contain images. Each would be a class."""
+def _has_images(folder: Path) -> bool:
+    """Return whether at least two subfolders contain images, which are then the classes."""
     classes = (path for path in folder.iterdir() if _may_hold(path))
     return sum(any(p.suffix.lower() in _IMAGES for p in path.iterdir()) for path in classes) > 1
 
 
 def _weights_config(folder: Path) -> Path | None:
-    """Return the config file of a model's weights in a folder or its ``checkpoint-*``, or None."""
+    """Return the config of the model in a folder or in its ``checkpoint-*`` folders, or None."""
     places = (folder, *sorted(folder.glob("checkpoint-*")))
     files = (place / name for place in places for name in (ADAPTER_CONFIG, _MODEL))
     return next((file for file in files if file.is_file()), None)
@@ -257,12 +258,12 @@ def _split(paths: Sequence[Path], report: list[str]) -> tuple[Path, Path | None]
     return train, target
 
 
-def _of_project(
+def _nearest_data(
     data: list[Path], chosen: Sequence[Path], others: Sequence[Path], report: list[str]
 ) -> list[Path]:
-    """Return the data that are at least as near to the chosen weights as to ``others``.
+    """Return the data that are at least as near to the ``chosen`` weights as to ``others``.
 
-    If there are none, return all data. Near means that paths have many folders in common.
+    If there are no such data, return all data. Paths are near if they have many folders in common.
     """
 
     def shared(path: Path, weights: Sequence[Path]) -> int:
@@ -275,9 +276,10 @@ def _of_project(
 
 
 def _may_be_rows(path: Path) -> bool:
-    """Return whether a .json file begins with a list of objects with texts. True for other files.
+    """Return whether a file may contain samples, which is checked only for .json files.
 
-    Files of settings have no list at the top, and the objects of logs contain only numbers.
+    A .json file of samples begins with a list of objects that contain texts. Files of settings do
+    not begin with a list, and the objects in logs contain only numbers.
     """
     if path.suffix != LIST:
         return True
@@ -291,7 +293,7 @@ def _n_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in (path, *path.rglob("*")) if file.is_file())
 
 
-def _of_texts(weights: list[Path], rows: list[Path], report: list[str]) -> str:
+def _text_config(weights: list[Path], rows: list[Path], report: list[str]) -> str:
     """Return the text of a config for a language model or a text classifier."""
     files = {path: file for path in weights if (file := _weights_config(path)) is not None}
     # If there are adapters, only they are used, as other weights are probably their base model.
@@ -306,7 +308,7 @@ def _of_texts(weights: list[Path], rows: list[Path], report: list[str]) -> str:
             f"{kind} in {first}. Write your own study (docs/how-to/own-model.md).",
             code="command.weights_kind",
         )
-    # These keys can differ between checkpoints of the same model.
+    # Checkpoints of the same model can differ in these keys.
     ignored = {"_name_or_path", "transformers_version", "peft_version"}
     models = {
         path: {key: value for key, value in about.items() if key not in ignored}
@@ -316,11 +318,11 @@ def _of_texts(weights: list[Path], rows: list[Path], report: list[str]) -> str:
     if other := [path for path in weights if path not in alike]:
         report.append(f"left out: {listed(other)}: another model than in {first}")
     _refuse_here([path for path in alike if not [*path.glob("checkpoint-*")]], "Weights")
-    train, target = _split(_of_project(rows, alike, other, report), report)
+    train, target = _split(_nearest_data(rows, alike, other, report), report)
     texts = read_rows(str(train))
     row = texts[0]
     is_text = "text" in row and not classifies
-    arguments: list[Line] = [("texts", str(train), _OF_THE_TEXT if is_text else "")]
+    arguments: list[Line] = [("texts", str(train), _TEMPLATE if is_text else "")]
     if classifies and not (first / _MODEL).is_file():
         last = max(first.glob("checkpoint-*"), key=lambda path: (len(path.name), path.name))
         arguments.append(("weights", str(last), ""))
@@ -334,11 +336,11 @@ def _of_texts(weights: list[Path], rows: list[Path], report: list[str]) -> str:
     if not classifies:
         top += [("projection", {"proj_dim": 4096}, "")] * (len(texts) <= _FEW_TEXTS)
         top += [("scoring", {"damping": 1}, "")]
-    return _text(top, arguments, alike, asked, report)
+    return _config_text(top, arguments, alike, asked, report)
 
 
 def _text_fields(row: Mapping[str, Any], classifies: bool) -> list[Line]:
-    """Return the study's arguments that name a row's fields for prompt, text and label."""
+    """Return the config lines that name the fields of the prompt, the text and the label."""
     label, note = _label_of(row) if classifies else ("label", "")
     lines: list[Line] = [("label", label, note)] if label != "label" else []
     # Conversations need no field names, because the study applies the chat template.
@@ -349,25 +351,25 @@ def _text_fields(row: Mapping[str, Any], classifies: bool) -> list[Line]:
     pair = next((pair for pair in _PAIRS if set(pair) <= set(row) and not classifies), None)
     if pair:
         others = ", ".join(name for name in texts if name not in pair)
-        note = f"{_BETWEEN}, and {others}, if training read it" if others else _BETWEEN
+        note = f"{_PAIR}, and {others}, if training read it" if others else _PAIR
         lines += [("prompt", f"{{{pair[0]}}}", "")] if pair[0] != "prompt" else []
         return [*lines, ("text", f"{{{pair[1]}}}", note)]
     longest = max(texts or row, key=lambda name: len(str(row[name])))
     note = f"give a template of the rows' fields ({', '.join(row)}); this is the longest field"
     if len(texts) == 1:
-        note = "" if classifies else _AROUND
+        note = "" if classifies else _ALL_TEXT
     return [*lines, ("text", f"{{{longest}}}", note)]
 
 
 def _label_of(row: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the field of the label and "", or the last field and a comment to check it."""
-    names = [name for name in row if name not in {"id", *_NUMBERED}] or [*row]
+    """Return the name of the label's field, and a comment if the name had to be guessed."""
+    names = [name for name in row if name not in {"id", *_ROW_NUMBERS}] or [*row]
     named = [name for label in _LABELS for name in names if name.strip().lower() == label]
     note = "" if named else "give the field of the label; this is the last field"
     return (*named, names[-1])[0], note
 
 
-def _of_images(
+def _image_config(
     images: list[Path], checkpoints: list[Path], timm: Mapping[Path, str], report: list[str]
 ) -> str:
     """Return the text of a config for an image classifier.
@@ -384,18 +386,18 @@ def _of_images(
     arguments: list[Line] = [
         ("images", str(train), ""),
         *([] if target is None else [("targets", str(target), "")]),
-        ("model", f"timm/{name}", "") if is_known else ("model", "nets.py:net", _OF_IMAGES),
+        ("model", f"timm/{name}", "") if is_known else ("model", "nets.py:net", _IMAGE_NET),
         ("transform", None, _TRANSFORM),
     ]
-    return _text([("study", "image_folder", "")], arguments, checkpoints, asked, report)
+    return _config_text([("study", "image_folder", "")], arguments, checkpoints, asked, report)
 
 
-def _of_table(rows: list[Path], checkpoints: list[Path], report: list[str]) -> str:
+def _table_config(rows: list[Path], checkpoints: list[Path], report: list[str]) -> str:
     """Return the text of a config for a network whose inputs are columns of a table."""
     train, target = _split(rows, report)
     trained = read_rows(str(train))
     label, note = _label_of(trained[0])
-    ignored = {"id", *_NUMBERED} - {label}
+    ignored = {"id", *_ROW_NUMBERS} - {label}
     cells = {key: [row.get(key) for row in trained] for key in trained[0] if key not in ignored}
     # A column is numeric if at least half of its cells are numbers. The run will raise an error for
     # the other cells.
@@ -421,7 +423,7 @@ def _of_table(rows: list[Path], checkpoints: list[Path], report: list[str]) -> s
     arguments += [("model", "nets.py:net", _NETWORK), ("scale", None, _SCALE)]
     asked = _targets(read_rows(str(target or train)).ids(), is_class)
     top = [("study", "tabular", ""), ("model_output", output, _OUTPUT)]
-    return _text(top, arguments, checkpoints, asked, report)
+    return _config_text(top, arguments, checkpoints, asked, report)
 
 
 def _targets(ids: Sequence[Any], of_classes: bool) -> Line:
@@ -429,12 +431,12 @@ def _targets(ids: Sequence[Any], of_classes: bool) -> Line:
 
     All targets are selected if they have classes and there are at most 2,000 of them.
     """
-    if of_classes and len(ids) <= _MOST_TARGETS:
+    if of_classes and len(ids) <= _MOST_LABELLED:
         return "targets", ALL_TARGETS, ""
     return "targets", list(ids[:_N_TARGETS]), "ids of the samples to explain"
 
 
-def _text(
+def _config_text(
     top: list[Line], arguments: list[Line], checkpoints: list[Path], asked: Line, report: list[str]
 ) -> str:
     """Return the text of a config. Lines that tell the user what to check go to ``report``."""
@@ -458,17 +460,17 @@ def _text(
     report += [f"check: checkpoints: {_RUNS}"] * (len(checkpoints) > 1)
     return "\n".join([
         "# Written by `trak init`. docs/how-to/ready-made.md describes all arguments.",
-        *_written(top),
-        *("study_arguments:", *_written(arguments, "  ")),
+        *_yaml_lines(top),
+        *("study_arguments:", *_yaml_lines(arguments, "  ")),
         *[_SEVERAL] * (not any(saved)),
-        *("checkpoints:", *_written(runs, "  ")),
-        *("experiments:", "  asked:", *_written([asked], "    ")),
+        *("checkpoints:", *_yaml_lines(runs, "  ")),
+        *("experiments:", "  asked:", *_yaml_lines([asked], "    ")),
         *[_SUSPECTS] * (asked[1] == ALL_TARGETS),
         "",
     ])
 
 
-def _written(lines: Sequence[Line], indent: str = "") -> list[str]:
+def _yaml_lines(lines: Sequence[Line], indent: str = "") -> list[str]:
     return [
         f"{indent}{key}: {json.dumps(value, ensure_ascii=False)}{note and '  # ' + note}"
         for key, value, note in lines

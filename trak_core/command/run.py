@@ -21,8 +21,8 @@ _PACKAGE = Path(__file__).parents[1]
 # Options of Snakemake that limit how many jobs run at the same time.
 _SET_LIMIT = ("-c", "--cores", "-j", "--jobs", "--profile")
 _PROFILES = ("local", "slurm", "slurm-gpu")
-# This code replaces `python -m snakemake`. Rarer garbage collection saves an eighth of the time to
-# plan jobs, and none at exit half a second.
+# This code replaces `python -m snakemake`. Fewer garbage collections save an eighth of the time in
+# which jobs are planned, and gc.freeze saves half a second at exit.
 _SNAKEMAKE = """
 import atexit, gc, sys
 atexit.register(gc.freeze)
@@ -33,13 +33,14 @@ sys.argv[0] = "snakemake"
 _CALL, _CALL_WITH_BRIEF_LOG = "main()", 'main(["--logger=trak", *sys.argv[1:]])'
 # Options of Snakemake that can run jobs on other machines.
 _ELSEWHERE = ("-e", "--executor", "--profile", "--workflow-profile")
-# What to import in advance for all jobs, for optimizers, and (_OF_TEXTS) for studies of texts.
+# Imports to make in advance, in the process from which jobs are forked: for all jobs, for jobs that
+# use an optimizer, and for studies of texts.
 _STAGES = "trak_core.runtime.job:import_stages()"
 _OPTIMIZERS = "torch._dynamo"
-# A study with one of these words may set environment variables or import paths, which can change
-# what its imports do. Its imports must therefore not run in advance.
+_TEXTS = ("transformers.AutoModelForCausalLM", "transformers.AutoTokenizer")
+# A study whose code contains one of these words may change environment variables or import paths
+# before it imports packages. Importing the packages in advance could then have another effect.
 _CHANGES_IMPORTS = re.compile(rb"\b(environb?|putenv|unsetenv|dotenv|sys|site)\b")
-_OF_TEXTS = ("transformers.AutoModelForCausalLM", "transformers.AutoTokenizer")
 
 
 def workflow_folder() -> Path:
@@ -70,17 +71,17 @@ def snakemake_command(config: str, arguments: Sequence[str]) -> list[str]:
             f" --configfile {config} SECOND_FILE`.",
             code="command.second_config",
         )
-    handed = []
+    options = []
     for before, argument in zip(["", *arguments], arguments, strict=False):
         prefix = "--profile=" if argument.startswith("--profile=") else ""
         is_profile = prefix or before == "--profile"
         value = argument.removeprefix(prefix)
-        handed.append(prefix + (_profile(value) if is_profile else value))
-    if not any(argument.startswith(_SET_LIMIT) for argument in handed):
-        handed += ["--cores", "all"]
+        options.append(prefix + (_profile(value) if is_profile else value))
+    if not any(option.startswith(_SET_LIMIT) for option in options):
+        options += ["--cores", "all"]
     # Without `=`, the option --configfile would also take the targets that follow it as values.
     snakefile = str(workflow_folder() / "Snakefile")
-    return ["snakemake", f"--snakefile={snakefile}", f"--configfile={config}", *handed]
+    return ["snakemake", f"--snakefile={snakefile}", f"--configfile={config}", *options]
 
 
 def check_config_file(word: str, config: str) -> None:
@@ -94,8 +95,8 @@ def check_config_file(word: str, config: str) -> None:
 
 
 def _is_elsewhere(arguments: Sequence[str]) -> bool:
-    given = ["--profile"] if "SNAKEMAKE_PROFILE" in os.environ else arguments
-    return any(argument.startswith(_ELSEWHERE) for argument in given)
+    is_set = "SNAKEMAKE_PROFILE" in os.environ
+    return is_set or any(argument.startswith(_ELSEWHERE) for argument in arguments)
 
 
 def _read(config: Path) -> Any:
@@ -117,10 +118,9 @@ def _can_fork() -> bool:
 
 
 def study_imports(study: Path) -> list[str]:
-    """Return the dotted names that a study's top-level code imports from installed packages.
+    """Return the sorted dotted names that a study's top-level code imports from packages.
 
-    The names are sorted. The list is empty if ``_CHANGES_IMPORTS`` matches the study's code, which
-    may then change what its imports do.
+    If the code matches ``_CHANGES_IMPORTS``, the list is empty.
     """
     modules = study_modules(study)
     contents = [file.read_bytes() for file in modules.values()]
@@ -152,7 +152,7 @@ def preloaded(config: Any) -> list[str]:
             from trak_core.config.bind_study_arguments import READY_MADE
 
             is_of_texts = READY_MADE[study].takes_weights
-            names += [f"trak_core.ready_made.{study}", *(_OF_TEXTS if is_of_texts else ())]
+            names += [f"trak_core.ready_made.{study}", *(_TEXTS if is_of_texts else ())]
     return names
 
 
@@ -168,7 +168,7 @@ def run(config: str, arguments: Sequence[str]) -> None:
     content = _read(Path(config))
     is_here = not _is_elsewhere(arguments)
     preload = preloaded(content) if is_here and _can_fork() else []
-    # With --forks-late, modules are imported only when a job starts, as a run may have no jobs.
+    # With --forks-late, a run without jobs imports nothing. The first job starts the imports.
     forks = ["--executor=forks", "--forks-late", f"--forks-preload={','.join(preload)}"]
     command = snakemake_command(config, [*arguments, *(forks if preload else [])])
     print(shlex.join(command), file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Write the Python file that passes the config's ``study_arguments`` to a study."""
+"""Write a Python file with a study whose functions have the config's ``study_arguments``."""
 
 import ast
 import glob
@@ -47,7 +47,7 @@ class _Ready:
 
     model_output: str | None  # the default model output; None if the config must specify one
     files: tuple[str, ...]  # the arguments whose values are paths of data files
-    takes_weights: bool = False  # whether the model is built from a checkpoint's folder
+    takes_weights: bool = False  # whether `weights` is the folder from which the model is built
     names_images: bool = False  # whether data files can be tables of image paths
 
 
@@ -57,14 +57,15 @@ READY_MADE = {
     "image_folder": _Ready("image_classification", ("images", "targets"), names_images=True),
     "tabular": _Ready(None, ("table", "targets")),
 }
-# For each annotation of an argument, the type that its value must have, and what error messages
-# call this type.
+# For the annotation of a ready-made study's parameter: the type that an argument must have, and the
+# words for this type in error messages.
 _TYPES = {
     "str": (str, "a text, in quotes"),
     "int": (int, "an integer"),
     "Sequence[str]": (list, "a list"),
     "Sequence[Any]": (list, "a list"),
 }
+# The characters that the config's schema allows in `results`.
 _FOLDER = re.compile(r"[A-Za-z0-9._/-]+")
 _STUDIES = Path(__file__).parents[1] / "ready_made"
 _FUNCTIONS = (
@@ -72,13 +73,13 @@ _FUNCTIONS = (
     *("train_columns", "target_columns", "class_names", "as_read"),
 )
 
-# The number of positional arguments that the pipeline passes to a study's function.
-_BY_CALL = {"draw": 2, "describe": 1, "as_read": 1, "token_texts": 1}
-# The keyword arguments that the pipeline passes to a study's function.
-_GIVEN = {"train": ("seed", "data")}
+# The number of positional arguments, and the names of the keyword arguments, that the pipeline
+# passes to a study's function. `study_arguments` cannot set these.
+_N_POSITIONAL = {"draw": 2, "describe": 1, "as_read": 1, "token_texts": 1}
+_KEYWORDS = {"train": ("seed", "data")}
 # The pipeline calls these functions without arguments. `study_arguments` must therefore contain all
 # parameters that have no default.
-_WITHOUT_OTHERS = set(_FUNCTIONS) - {"encode", "describe", "as_read"}
+_CALLED_WITHOUT_ARGUMENTS = set(_FUNCTIONS) - {"encode", "describe", "as_read"}
 
 
 def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[str, Any]:
@@ -87,12 +88,11 @@ def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[
     The generated file calls a ready-made study with these arguments. For a user's study, it passes
     each argument to every function that has a parameter of the same name. The file is written to
     the results folder, unless ``writes`` is false. Files that the study reads are added to
-    ``data_files``. For a ready-made study, the default model output is filled in, and ``weights``
-    defaults to the first checkpoint.
+    ``data_files``. For a ready-made study, ``model_output`` and ``weights`` get their defaults.
     """
     name, arguments = config.get("study"), config.get("study_arguments")
     if not isinstance(name, str) or (name.endswith(".py") and not isinstance(arguments, Mapping)):
-        return dict(config)  # No file is needed, or the config's validation will raise an error.
+        return dict(config)  # No file is needed, or the schema will refuse the value.
     if (name not in READY_MADE and not name.endswith(".py")) or not isinstance(arguments, Mapping):
         raise InputError(
             "study must be a Python file, or the name of a ready-made study "
@@ -101,12 +101,12 @@ def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[
             code="config.study",
         )
     arguments = {key: value for key, value in arguments.items() if value is not None}
-    results, known = config.get("results", "results"), config.get("data_files", [])
-    if not (isinstance(results, str) and _FOLDER.fullmatch(results) and isinstance(known, list)):
-        return dict(config)  # The config's validation will raise an error.
+    results, listed = config.get("results", "results"), config.get("data_files", [])
+    if not (isinstance(results, str) and _FOLDER.fullmatch(results) and isinstance(listed, list)):
+        return dict(config)  # The schema will refuse the values.
     default = {}
     if name.endswith(".py"):
-        named = [str(path) for path in study_modules(Path(name)).values()]
+        read = [str(path) for path in study_modules(Path(name)).values()]
         text = _own_source(Path(name), arguments)
     else:
         about = READY_MADE[name]
@@ -122,26 +122,26 @@ def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[
             arguments=", ".join(f"{key}={value!r}" for key, value in arguments.items()),
             functions="\n".join(f"{function} = study.{function}" for function in functions),
         )
-        named = [str(arguments[key]) for key in about.files if arguments.get(key)]
+        read = [str(arguments[key]) for key in about.files if arguments.get(key)]
         if about.names_images:
-            named += [pattern for table in named for pattern in _images_of(Path(table))]
+            read += [pattern for table in read for pattern in _images_of(Path(table))]
         if about.takes_weights:
-            named += _model_files(Path(arguments["weights"]))
+            read += _model_files(Path(arguments["weights"]))
         for argument in arguments.values():
-            named += _code_of(argument)
+            read += _code_of(argument)
     file = _written(Path(name).stem, text, results, writes=writes)
-    files = [*known, *(file for file in dict.fromkeys(named) if file not in known)]
+    files = [*listed, *(file for file in dict.fromkeys(read) if file not in listed)]
     return {**default, **config, "study": file, "data_files": files}
 
 
 def builder_of(config: Mapping[str, Any]) -> str:
-    """Return the setting or the function that determines the model, as words for messages."""
+    """Return what determines the model, as error messages name it: a setting or make_model()."""
     name = re.sub(r"_study_[0-9a-f]{8}\.py$", "", Path(str(config.get("study"))).name)
     if name not in READY_MADE:
         return "make_model()"
     arguments = config.get("study_arguments") or {}
-    named = (f"`{key}: {arguments[key]}`" for key in ("model", "weights") if arguments.get(key))
-    return next((f"{line} in study_arguments" for line in named), "the first of `checkpoints`")
+    lines = (f"`{key}: {arguments[key]}`" for key in ("model", "weights") if arguments.get(key))
+    return next((f"{line} in study_arguments" for line in lines), "the first of `checkpoints`")
 
 
 def _own_source(study: Path, arguments: Mapping[str, Any]) -> str:
@@ -157,20 +157,22 @@ def _own_source(study: Path, arguments: Mapping[str, Any]) -> str:
             # The parameters of imported and assigned names are unknown, so they get no arguments.
             lines += [f"{name} = own.{name}"] if name in bound else []
             continue
-        given = defined[name]
-        by_place = [argument.arg for argument in (*given.posonlyargs, *given.args)]
-        n_required = len(by_place) - len(given.defaults)
-        names = [*by_place, *(argument.arg for argument in given.kwonlyargs)]
-        names = [key for key in names[_BY_CALL.get(name, 0) :] if key not in _GIVEN.get(name, ())]
+        function = defined[name]
+        positional = [argument.arg for argument in (*function.posonlyargs, *function.args)]
+        n_required = len(positional) - len(function.defaults)
+        reserved = {*positional[: _N_POSITIONAL.get(name, 0)], *_KEYWORDS.get(name, ())}
+        names = [*positional, *(argument.arg for argument in function.kwonlyargs)]
+        names = [key for key in names if key not in reserved]
         taken |= {*names}
-        own = {key: value for key, value in arguments.items() if key in names}
-        if name in _WITHOUT_OTHERS:
-            by_keyword = zip(given.kwonlyargs, given.kw_defaults, strict=True)
-            needed = [argument.arg for argument, default in by_keyword if default is None]
-            missing = [key for key in [*by_place[:n_required], *needed] if key not in own]
+        passed = {key: value for key, value in arguments.items() if key in names}
+        if name in _CALLED_WITHOUT_ARGUMENTS:
+            keyword_only = zip(function.kwonlyargs, function.kw_defaults, strict=True)
+            needed = [argument.arg for argument, default in keyword_only if default is None]
+            missing = [key for key in [*positional[:n_required], *needed] if key not in passed]
             problems += [f"no {key}, which {name}() needs" for key in missing]
-        keywords = "".join(f", {key}={value!r}" for key, value in own.items())
-        lines.append(f"{name} = partial(own.{name}{keywords})" if own else f"{name} = own.{name}")
+        keywords = "".join(f", {key}={value!r}" for key, value in passed.items())
+        value = f"partial(own.{name}{keywords})" if passed else f"own.{name}"
+        lines.append(f"{name} = {value}")
     problems += [f"unknown key {key}" for key in arguments if key not in taken]
     problems += [f"{key}: {value}" for key, value in arguments.items() if not _is_plain(value)]
     if problems:
@@ -183,12 +185,12 @@ def _own_source(study: Path, arguments: Mapping[str, Any]) -> str:
 
 
 def _check_arguments(name: str, arguments: Mapping[str, Any], about: _Ready) -> None:
-    """Raise an error if arguments of a ready-made study are invalid, or if a file is missing."""
+    """Raise an error if a ready-made study's arguments are invalid or name missing files."""
     nodes = ast.parse((_STUDIES / f"{name}.py").read_text()).body
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
-    given = next(function.args for function in functions if function.name == name)
-    types = {each.arg: ast.unparse(each.annotation or ast.Name("Any")) for each in given.args}
-    required = list(types)[: len(types) - len(given.defaults)]
+    signature = next(function.args for function in functions if function.name == name)
+    types = {each.arg: ast.unparse(each.annotation or ast.Name("Any")) for each in signature.args}
+    required = list(types)[: len(types) - len(signature.defaults)]
     if about.takes_weights:
         required.remove("weights")  # The default is the first checkpoint.
     problems = [f"unknown key {key}" for key in arguments if key not in types]
@@ -250,7 +252,7 @@ def _images_of(table: Path) -> list[str]:
 
 
 def _model_files(weights: Path) -> list[str]:
-    """Return the configuration and tokenizer files that belong to a folder of weights."""
+    """Return the files with the configuration and the tokenizer of a Hugging Face model."""
     folders = [weights, *sorted(weights.glob("checkpoint-*"))]
     folders += [weights.parent] if (weights.parent / "tokenizer_config.json").is_file() else []
     patterns = ("*token*", "config.json", "vocab*", "merges.txt", "*.jinja", "adapter_config.json")
@@ -259,7 +261,7 @@ def _model_files(weights: Path) -> list[str]:
 
 
 def _code_of(argument: Any) -> list[str]:
-    """Return the file in an argument ``file.py:function``, and the local modules it imports."""
+    """Return the Python file and its local imports if an argument is ``file.py:function``."""
     file = Path(argument.rpartition(":")[0]) if isinstance(argument, str) else Path()
     if file.suffix != ".py" or not file.is_file():
         return []
@@ -268,7 +270,7 @@ def _code_of(argument: Any) -> list[str]:
 
 def _written(name: str, text: str, results: str, *, writes: bool) -> str:
     """Return the path of a generated study file, and write the file if ``writes`` is true."""
-    # Configs that share a results folder need different files, so the name contains a digest.
+    # The digest in the name lets several configs have their study files in one results folder.
     digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
     file = Path(results, f"{name}_study_{digest}.py")
     if writes and not (file.is_file() and file.read_text() == text):

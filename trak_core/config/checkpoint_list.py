@@ -15,22 +15,22 @@ from trak_core.errors import InputError, listed
 _ID_PATTERN = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _KEYS = ("path", "run", "at", "state_dict")
 # The names of the folders in which transformers' Trainer saves checkpoints.
-_OF_TRAINER = re.compile(r"checkpoint-(\d+)")
-# An epoch or a step in a file name, and a measure of quality. The lookbehind prevents matches in
-# the middle of a word, such as "ep_1" in "sweep_1".
+_TRAINER_FOLDER = re.compile(r"checkpoint-(\d+)")
+# `_TIME` matches an epoch or a step in a file name, and `_QUALITY` a loss or an accuracy. Without
+# the lookbehind, "sweep_1" would contain the epoch 1, because it ends in "ep_1".
 _TIME = re.compile(r"(?<![a-z])(epochs?|ep|steps?|iter(?:ation)?s?)[-_=]?(\d+)", re.I)
 _QUALITY = re.compile(r"(?<![a-z])(?:loss|acc(?:uracy)?|auc|f1|error)[-_=]?\d*\.?\d+", re.I)
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One checkpoint of a run, which is one training of a model."""
+    """A checkpoint, and the run (one training of a model) that saved it."""
 
     run: str  # the name of the run
     at: float | None = None  # the time in training, in any unit; None if it is not known
     path: str | None = None  # the file or folder; None if the pipeline trains the checkpoint
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # arguments of this run's `train`
-    is_listed: bool = False  # whether it was found in a Trainer's folder that the config names
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # the run's arguments for `train`
+    is_listed: bool = False  # whether the config names only the Trainer's folder that contains it
     state_dict: str | None = None  # the key of the state dict in the file; None for the usual key
 
 
@@ -40,23 +40,25 @@ def checkpoint_table(
     """Return a config's checkpoints by id, sorted by id.
 
     Args:
-        checkpoints: A mapping of ids, or the path of a table with the columns ``checkpoint`` and
-            ``path`` and the optional columns ``run``, ``at`` and ``state_dict``.
+        checkpoints: A mapping whose keys are ids, or the path of a table with the columns
+            ``checkpoint`` (the ids) and ``path``, and optionally ``run``, ``at`` and
+            ``state_dict``.
         training: The config's ``training``, or None. With ``training``, each value in
             ``checkpoints`` contains arguments of ``train``, and ``at`` may be a list of times.
     """
     if isinstance(checkpoints, str):
         rows = read_table(Path(checkpoints), ("checkpoint", "path"), ("run", "at", "state_dict"))
-        named = [
-            (name, {"path": path, "run": run or None, "at": _number(at, name), "state_dict": part})
-            for name, path, run, at, part in rows
+        entries: list[tuple[str, Any]] = [
+            (name, {"path": path, "run": run or None, "at": _time_in(at, name), "state_dict": key})
+            for name, path, run, at, key in rows
         ]
     else:
-        named = [(str(name), value) for name, value in checkpoints.items()]
-    # The ids of an entry's checkpoints begin with the entry's name, so check the names first.
-    _check_ids([name for name, _ in named])
+        entries = [(str(name), value) for name, value in checkpoints.items()]
+    # One entry can stand for several checkpoints, whose ids begin with the name of the entry. The
+    # names are checked first, so that the error shows the name as it is in the config.
+    _check_ids([name for name, _ in entries])
     expand = _saved if training is None else _trained
-    pairs = [pair for name, value in named for pair in expand(name, value, training or {})]
+    pairs = [pair for name, value in entries for pair in expand(name, value, training or {})]
     _check_ids([name for name, _ in pairs])
     table = dict(sorted(pairs))
     for run, ids in runs_of(table).items():
@@ -81,15 +83,18 @@ def runs_of(checkpoints: Mapping[str, Checkpoint]) -> dict[str, list[str]]:
 
 def are_from_along_runs(checkpoints: Mapping[str, Checkpoint]) -> bool:
     """Return whether the checkpoints were saved at different times during training."""
-    # If the pipeline trains a checkpoint without `at`, the checkpoint is the end of its run.
+    # A checkpoint without `at` that the pipeline trains is from the end of its run, which counts as
+    # another time (None). For other checkpoints, a missing `at` means that the time is unknown.
     times = {c.at for c in checkpoints.values() if c.at is not None or c.path is None}
     return len(runs_of(checkpoints)) < len(checkpoints) or len(times) > 1
 
 
 def times_of(checkpoints: Iterable[Path]) -> dict[Path, dict[str, Any]]:
-    """Return ``run`` and ``at`` for checkpoints whose names differ only in an epoch or a step.
+    """Return the likely ``run`` and ``at`` of checkpoints, judging by the names of their files.
 
-    A loss or accuracy in the names may also differ, as in ``epoch=3-val_loss=0.25.ckpt``.
+    Checkpoints in a folder belong to one run if their names differ only in an epoch or a step, and
+    perhaps in a loss or an accuracy, as in ``epoch=3-val_loss=0.25.ckpt``. Other checkpoints are
+    left out.
     """
     times = {path: _TIME.findall(path.name)[-1] for path in checkpoints if _TIME.search(path.name)}
 
@@ -106,7 +111,9 @@ def times_of(checkpoints: Iterable[Path]) -> dict[Path, dict[str, Any]]:
 
 
 def folder_names(folders: Iterable[Path]) -> dict[Path, str]:
-    """Return a unique name for each folder from one part of its path, or {} if there is none.
+    """Return a short, unique name for each folder, or {} if there are no such names.
+
+    The names are the last components of the paths, or else the last but one, and so on.
 
     Example:
         >>> [*folder_names([Path("out/a/saved"), Path("out/b/saved")]).values()]
@@ -121,7 +128,7 @@ def folder_names(folders: Iterable[Path]) -> dict[Path, str]:
 
 
 def seeming_runs(checkpoints: Mapping[str, Checkpoint]) -> str | None:
-    """Return a notice if the names of checkpoints without ``run`` and ``at`` suggest one run."""
+    """Return a notice if checkpoints without ``run`` and ``at`` seem to belong to one run."""
     alone = [c.path for id_, c in checkpoints.items() if c.path and (c.run, c.at) == (id_, None)]
     times = times_of(map(Path, sorted(alone)))
     if not times:
@@ -137,8 +144,8 @@ def seeming_runs(checkpoints: Mapping[str, Checkpoint]) -> str | None:
 def mixed_trainings(checkpoints: Mapping[str, Checkpoint]) -> str | None:
     """Return a notice if a Trainer's folder has checkpoints of different trainings.
 
-    The state that a Trainer saves contains its logs so far. Therefore, the logs of a checkpoint
-    begin with those of the earlier checkpoints of the same training.
+    With each checkpoint, a Trainer saves all logs since the training began. In one training, the
+    logs of a later checkpoint therefore begin with the logs of an earlier checkpoint.
     """
     saved = [Path(c.path) for c in checkpoints.values() if c.is_listed and c.path]
     for folders in grouped(saved, lambda path: path.parent):
@@ -150,8 +157,8 @@ def mixed_trainings(checkpoints: Mapping[str, Checkpoint]) -> str | None:
             if log and later_log and later_log[: len(log)] != log:
                 return (
                     f"{folder} and {later} seem to be saved by different trainings, because their "
-                    "logs in trainer_state.json differ. If so, give each training's checkpoints "
-                    "a `run` of their own."
+                    "logs in trainer_state.json differ. If so, set a different `run` for the "
+                    "checkpoints of each training."
                 )
     return None
 
@@ -179,14 +186,14 @@ def _check_ids(names: list[str]) -> None:
             )
 
 
-def _number(text: str, name: str) -> float | None:
+def _time_in(cell: str, name: str) -> float | None:
     """Return the time in a table's cell as an integer or a float, or None for an empty cell."""
-    if not text:
+    if not cell:
         return None
     try:
-        return int(text) if re.fullmatch(r"\d+", text) else float(text)
+        return int(cell) if re.fullmatch(r"\d+", cell) else float(cell)
     except ValueError:
-        return _checked_time(text, name)
+        return _checked_time(cell, name)
 
 
 def _checked_time(at: Any, name: str) -> float:
@@ -202,7 +209,7 @@ def _checked_time(at: Any, name: str) -> float:
 def _trained(
     name: str, value: Any, training: Mapping[str, Any]
 ) -> Iterator[tuple[str, Checkpoint]]:
-    """Yield a checkpoint for each time ``at`` of a run. Without ``at``, yield one at the end."""
+    """Yield the id and the checkpoint for each time ``at``, or for the run's end without ``at``."""
     if not isinstance(value, Mapping):
         raise InputError(
             "In a config with `training`, a checkpoint must be a mapping of training arguments. "
@@ -224,22 +231,22 @@ def _trained(
 
 
 def _saved(name: str, value: Any, _: Any) -> Iterator[tuple[str, Checkpoint]]:
-    """Yield the checkpoint at a path, or all checkpoints in a folder that a Trainer wrote."""
-    given = {"path": value} if isinstance(value, str) else value
-    unknown = [str(key) for key in given if key not in _KEYS] if isinstance(given, Mapping) else []
-    if not isinstance(given, Mapping) or unknown or not isinstance(given.get("path"), str):
-        shown = ", ".join(unknown) if unknown and "path" in given else repr(value)
+    """Yield the id and the checkpoint for a path, or for each ``checkpoint-<step>`` below it."""
+    entry = {"path": value} if isinstance(value, str) else value
+    unknown = [str(key) for key in entry if key not in _KEYS] if isinstance(entry, Mapping) else []
+    if not isinstance(entry, Mapping) or unknown or not isinstance(entry.get("path"), str):
+        shown = ", ".join(unknown) if unknown and "path" in entry else repr(value)
         raise InputError(
             "In a config without `training`, a checkpoint must be a path, or a mapping with `path` "
             f"and optionally `run`, `at` and `state_dict`. Found {shown} for checkpoint {name!r}.",
             code="config.checkpoint_value",
         )
-    run, at, path = given.get("run"), given.get("at"), given["path"]
-    run, part = name if run is None else str(run), str(given.get("state_dict") or "") or None
+    run, at, path = entry.get("run"), entry.get("at"), entry["path"]
+    run, key = name if run is None else str(run), str(entry.get("state_dict") or "") or None
     folders = of_trainer(Path(path))
     if not folders:
         time = None if at is None else _checked_time(at, name)
-        yield name, Checkpoint(run, time, path, state_dict=part)
+        yield name, Checkpoint(run, time, path, state_dict=key)
         return
     if at is not None:
         raise InputError(
@@ -250,14 +257,14 @@ def _saved(name: str, value: Any, _: Any) -> Iterator[tuple[str, Checkpoint]]:
         )
     for number, folder in folders:
         step, path = _trainer_state(folder).get("global_step", number), str(folder)
-        yield f"{name}-{number}", Checkpoint(run, step, path, is_listed=True, state_dict=part)
+        yield f"{name}-{number}", Checkpoint(run, step, path, is_listed=True, state_dict=key)
 
 
 def of_trainer(path: Path) -> list[tuple[int, Path]]:
-    """Return the number and the path of each folder ``checkpoint-<number>``, sorted by number."""
+    """Return the step and the path of each folder ``checkpoint-<step>``, sorted by step."""
     if not path.is_dir():
         return []
-    matches = [(_OF_TRAINER.fullmatch(inner.name), inner) for inner in path.iterdir()]
+    matches = [(_TRAINER_FOLDER.fullmatch(inner.name), inner) for inner in path.iterdir()]
     return sorted((int(match[1]), inner) for match, inner in matches if match and inner.is_dir())
 
 

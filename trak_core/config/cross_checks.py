@@ -14,9 +14,9 @@ from trak_core.settings.target_filter import Condition
 
 
 def _refuse(code: str, setting: str, rules: Iterable[tuple[bool, str, Any]], remedy: str) -> None:
-    """Raise an error for the first rule that is broken.
+    """Raise an error if the config breaks a rule that a setting, such as ``label_draws``, implies.
 
-    A rule consists of whether it is broken, what ``setting`` requires, and the value found.
+    Each rule is a tuple: whether the rule is broken, what it requires, and the value found.
     """
     for is_broken, requirement, value in rules:
         if is_broken:
@@ -24,10 +24,10 @@ def _refuse(code: str, setting: str, rules: Iterable[tuple[bool, str, Any]], rem
 
 
 def check_relations(config: Mapping[str, Any]) -> None:
-    """Raise an error for the first keys of a config that are not compatible with each other."""
-    for check in (check_exact, check_preconditioner, check_label_draws, check_experiments):
+    """Raise an error if keys of a config are not compatible with each other."""
+    checks = check_exact, check_preconditioner, check_label_draws, check_experiments, check_lists
+    for check in checks:
         check(config)
-    check_lists(config)
     if "evaluation" in config:
         check_removals(config)
         check_evaluation(config)
@@ -86,9 +86,9 @@ def lists_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     A list without an experiment uses the config's only experiment. If there are several
     experiments, its experiment is None.
     """
-    given, experiments = config.get("lists", []), list(config["experiments"])
+    lists, experiments = config.get("lists", []), list(config["experiments"])
     only = experiments[0] if len(experiments) == 1 else None
-    settings = given if isinstance(given, Mapping) else {name: {} for name in given}
+    settings = lists if isinstance(lists, Mapping) else {name: {} for name in lists}
     lists = {name: {"experiment": only} | dict(own) for name, own in settings.items()}
     if "select" in lists:
         lists["select"] = {"fraction": 0.05} | lists["select"]
@@ -96,13 +96,14 @@ def lists_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def removals_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the settings of ``evaluation.removals`` by the name of each result file.
+    """Return the settings of each result file of ``evaluation.removals``, by the file's name.
 
-    In each mapping, ``by`` contains the methods that choose the training samples to remove. For an
-    experiment, these are ``top`` (the highest scores), ``random`` and the baselines. For a list,
-    the only method is the list, and ``fractions`` of the training samples are removed, or kept for
-    ``select``. ``experiment`` is the experiment whose targets are measured. Its default is the
-    list's experiment.
+    Models are retrained without some training samples. In the settings of a file, ``by`` contains
+    the methods that choose these samples: for an experiment ``top`` (the highest scores),
+    ``random`` and the baselines, and for a list only the name of the list. The models' outputs are
+    measured for the targets of ``experiment``, which defaults to the list's experiment. A list's
+    ``fractions`` are the fractions of the training samples that are removed, or kept for
+    ``select``.
     """
     given, lists = config.get("evaluation", {}).get("removals", {}), lists_of(config)
     removals = {}
@@ -119,7 +120,7 @@ def removals_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def check_removals(config: Mapping[str, Any]) -> None:
-    """Raise an error for removals of an unknown list, of a pool, or of more than the whole list."""
+    """Raise an error if ``evaluation.removals`` contains an unknown or unsuitable list."""
     lists = lists_of(config)
     for about in removals_of(config).values():
         if (name := about.get("list")) is None:
@@ -172,13 +173,13 @@ def check_lists(config: Mapping[str, Any]) -> None:
         )
     if pool and POOL in experiments:
         raise InputError(
-            f"With lists.select.pool, no experiment may be called {POOL}. Found {POOL}. Rename it.",
+            f"With lists.select.pool, no experiment may be named {POOL}. Found {POOL}. Rename it.",
             code="config.pool_name",
         )
 
 
 def check_experiments(config: Mapping[str, Any]) -> None:
-    """Raise an error for experiments with an invalid condition, or with keys besides it."""
+    """Raise an error if an experiment's ``where`` is invalid or not its only key."""
     for name, about in config["experiments"].items():
         if "where" not in about:
             continue
@@ -263,15 +264,15 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
 
 
 def check_columns(proj_dim: int, kind: str, evaluation: Mapping[str, Any]) -> None:
-    """Raise an error if a ``proj_dim`` of the sweep cannot be taken from the stored features."""
+    """Raise an error if the stored features lack columns for a ``proj_dim`` of the sweep."""
     dims = evaluation.get("sweep", {}).get("proj_dim", ())
     nested = [projection for projection in ProjectionKind if projection.about.nested]
     wrong = [dim for dim in dims if dim > proj_dim or (dim < proj_dim and kind not in nested)]
     if wrong:
         raise InputError(
             "evaluation.sweep.proj_dim selects the first columns of the projection, which has "
-            f"{proj_dim}. It must be at most {proj_dim} for the kinds {' and '.join(nested)}, and "
-            f"{proj_dim} for other kinds. Found {wrong[0]} with {kind}.",
+            f"{proj_dim} columns. For the kinds {' and '.join(nested)}, it must be at most "
+            f"{proj_dim}, and for other kinds exactly {proj_dim}. Found {wrong[0]} with {kind}.",
             code="config.sweep_columns",
         )
 
@@ -296,8 +297,8 @@ def check_sizes(evaluation: Mapping[str, Any], n_train: int) -> None:
         )
 
 
-# Snakemake quotes the paths on the command lines of jobs, and executors for clusters quote these
-# lines once more. Shells interpret these characters even inside such quotes.
+# Snakemake quotes the paths on a job's command line, and executors for clusters quote this line
+# again. Shells interpret these characters even inside such quotes.
 _SIGNS = "'\"`$\\\n\r"
 
 
@@ -317,8 +318,8 @@ def check_paths(config: Mapping[str, Any], others: Iterable[str]) -> None:
             )
 
 
-def check_given(entries: Iterable[str]) -> None:
-    """Raise an error for ``--config`` values with characters that a cluster's shell interprets."""
+def check_config_entries(entries: Iterable[str]) -> None:
+    """Raise an error if a ``key=value`` of ``--config`` has a character that shells interpret."""
     for entry in entries:
         if sign := next((s for s in entry if s in "'\\\n\r"), None):
             raise InputError(

@@ -14,20 +14,20 @@ from trak_core.settings import Combine, Setting
 
 # Jobs request additional memory for a model whose weights have at least this many bytes.
 LARGE_BYTES = 2**28
-# The smallest number of rows in a block. Reading a smaller block from disk takes longer than
-# computing with it.
+# The smallest number of rows in a block. With smaller blocks, reading from disk would take longer
+# than computing.
 _LEAST_ROWS = 64
-# The number of rows in one HDF5 chunk of a scores file. Blocks consist of whole chunks, because a
-# chunk that is split between blocks would be read or written twice.
+# The number of rows in one HDF5 chunk of a scores file. Blocks consist of whole chunks, because
+# HDF5 would read or write a chunk twice if it belonged to two blocks.
 CHUNK_ROWS = 1024
-_FEWER = "use a projection or fewer label_draws, or split the experiment"
+_FEWER_NUMBERS = "use a projection or fewer label_draws, or split the experiment"
 # The number of bootstrap samples for the confidence intervals of groups' scores.
 _GROUP_DRAWS = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """The bytes of memory that a job needs: a fixed number, and a number for each block row."""
+    """The memory that a job needs: ``fixed_bytes``, and ``row_bytes`` for each row of a block."""
 
     job: str
     fixed_bytes: int
@@ -35,7 +35,7 @@ class Need:
     remedy: str = "lower projection.proj_dim, or split the experiment"
 
     def check(self, memory_mb: int) -> None:
-        """Raise an error if the fixed part and two minimal blocks need more than ``memory_mb``."""
+        """Raise an error if ``fixed_bytes`` and two of the smallest blocks exceed ``memory_mb``."""
         least_mb = -(-(self.fixed_bytes + 2 * _LEAST_ROWS * self.row_bytes) // 2**20)
         if least_mb > memory_mb:
             raise InputError(
@@ -45,13 +45,13 @@ class Need:
             )
 
     def rows(self, memory_mb: int) -> int:
-        """Return the number of rows in a block, so that the fixed part and two blocks fit."""
+        """Return how many rows a block can have if ``fixed_bytes`` and two blocks must fit."""
         self.check(memory_mb)
         return _whole_chunks((memory_mb * 2**20 - self.fixed_bytes) // 2 // self.row_bytes)
 
 
 def _whole_chunks(rows: int) -> int:
-    """Return ``rows`` rounded down to whole chunks, or to a power of 2 if below one chunk."""
+    """Return ``rows`` rounded down to whole chunks, or to a power of 2 if less than a chunk."""
     return rows // CHUNK_ROWS * CHUNK_ROWS or 2 ** (max(1, rows).bit_length() - 1)
 
 
@@ -60,9 +60,9 @@ def weights_mb(
 ) -> int:
     """Return the MiB that a job requests for a model's weights, or 0 for a small model.
 
-    Reading weights needs a second copy in memory, unless they are in safetensors. Adam's state adds
-    two tensors for each parameter. ``checkpoint`` is the path, or None if the pipeline trains the
-    checkpoint. ``is_renamed`` is whether transformers renames weights when it reads them.
+    Reading weights needs a second copy in memory, unless they are in safetensors. Adam's state, if
+    the job reads it, adds two tensors for each parameter. ``checkpoint`` is a path, or None if the
+    pipeline trains the checkpoint. ``is_renamed``: whether transformers renames the weights.
     """
     if model_bytes < LARGE_BYTES:
         return 0
@@ -76,9 +76,9 @@ def weights_mb(
 
 
 def normal_matrix_need(proj_dim: int, *, divides: bool) -> Need:
-    """Return the memory for a normal matrix: its sum, one block's term, and LAPACK's copy.
+    """Return the memory for a normal matrix: the sum, the term of one block, and LAPACK's copy.
 
-    ``divides`` is whether scores are divided by their norm, as with ``unit_average``. This needs
+    If ``divides`` is true, scores are divided by their norm, as with ``unit_average``, which needs
     two more sums and the eigenvectors.
     """
     job = f"a normal matrix with proj_dim {proj_dim}"
@@ -86,25 +86,26 @@ def normal_matrix_need(proj_dim: int, *, divides: bool) -> Need:
 
 
 def scores_need(proj_dim: int, n_targets: int) -> Need:
-    """Return the memory for one checkpoint's normal matrix, its Cholesky factor and its scores."""
+    """Return the memory for a checkpoint's normal matrix, Cholesky factor and scores."""
     job = f"the scores of one checkpoint with proj_dim {proj_dim} and {n_targets} targets"
     return Need(job, 24 * proj_dim * (proj_dim + n_targets), 12 * (proj_dim + n_targets))
 
 
 def gramian_need(n_train: int, n_columns: int) -> Need:
-    """Return the memory for a float64 Gramian. It does not include samples and activations."""
+    """Return the memory for a float64 Gramian, without the memory for samples and activations."""
     job = f"a Gramian of {n_train} x {n_columns} inner products"
-    return Need(job, 8 * n_train * n_columns, remedy=_FEWER)
+    return Need(job, 8 * n_train * n_columns, remedy=_FEWER_NUMBERS)
 
 
 def exact_need(n_rows: int, n_targets: int) -> Need:
-    """Return the memory for exact scores: Gramian, damped Gramian, LAPACK's copy, and targets.
+    """Return the memory for exact scores.
 
-    ``n_rows`` is the number of training gradients, including those for drawn labels.
+    It holds the Gramian of ``n_rows`` training gradients (including those for drawn labels), the
+    damped Gramian, LAPACK's copy, and the products with the targets.
     """
     numbers = f"three matrices of {n_rows} x {n_rows} numbers"
     job = f"exact scores from {n_rows} gradients ({numbers}) and {n_targets} targets"
-    return Need(job, 24 * n_rows**2 + 48 * n_rows * n_targets, remedy=_FEWER)
+    return Need(job, 24 * n_rows**2 + 48 * n_rows * n_targets, remedy=_FEWER_NUMBERS)
 
 
 def average_need(
@@ -114,8 +115,8 @@ def average_need(
 
     The job keeps in memory the ids, labels and mean outputs of all samples, the ``top`` positive
     and ``top`` negative influences for each target, and a block of rows. With ``keep: top_k``, it
-    also keeps one checkpoint's solved targets (target features times the inverse normal matrix),
-    which have ``solved_dim`` columns. Otherwise ``solved_dim`` is None.
+    also keeps, for one checkpoint, the target features times the inverse normal matrix, which have
+    ``solved_dim`` columns. Otherwise ``solved_dim`` is None.
     """
     kept = min(top, n_train) * n_targets
     fixed = 80 * n_train + 256 * n_targets + 400 * kept + 8 * (solved_dim or 0) * n_targets
@@ -125,10 +126,10 @@ def average_need(
 
 
 def holds_solved(need: Need, block: int, memory_mb: int, n_checkpoints: int, size: int) -> bool:
-    """Return whether the solved targets of all checkpoints fit into memory besides two blocks.
+    """Return whether the solved targets of all checkpoints fit in memory together with two blocks.
 
-    ``size`` is the number of values in one checkpoint's solved targets (target features times the
-    inverse normal matrix). ``block`` is the number of rows in a block.
+    The solved targets are the target features times the inverse normal matrix, which are ``size``
+    numbers for each checkpoint. ``block`` is the number of rows in a block.
     """
     spare = memory_mb * 2**20 - need.fixed_bytes - 2 * block * need.row_bytes
     return 8 * size * (n_checkpoints - 1) <= spare
@@ -136,19 +137,19 @@ def holds_solved(need: Need, block: int, memory_mb: int, n_checkpoints: int, siz
 
 @dataclass(frozen=True, slots=True)
 class GroupsNeed:
-    """The memory for summing scores by group, for bootstrap sums and for blocks of scores."""
+    """The memory for the sum of scores in each group, with bootstrap confidence intervals."""
 
     n_groups: int
     n_targets: int
     n_checkpoints: int
 
     def targets(self, memory_mb: int) -> int:
-        """Return the number of targets in a block. Their sums use at most a third of the memory."""
+        """Return for how many targets the sums by group fit in a third of the memory."""
         of_target = 2 * 8 * _GROUP_DRAWS * self.n_groups
         return min(self.n_targets, max(1, memory_mb * 2**20 // 3 // of_target))
 
     def rows(self, memory_mb: int) -> int:
-        """Return the number of rows in a block. Their scores use at most a third of the memory."""
+        """Return for how many rows the scores fit in a third of the memory."""
         of_row = 8 * (self.n_targets * (3 * self.n_checkpoints + 2) + 2 * _GROUP_DRAWS)
         return _whole_chunks(memory_mb * 2**20 // 3 // of_row)
 
@@ -163,14 +164,14 @@ def evaluation_need(
     settings: Sequence[Setting],
 ) -> Need:
     """Return the memory for an evaluation. ``proj_dim`` is 0 if no features are read."""
-    # In addition to the sweep's settings, the baseline gradient_dot and the scores of each run's
-    # last checkpoint need a weighting each. Baselines, the bootstrap and scores from fewer
-    # checkpoints need about 40 more arrays of subset sums.
+    # Each loss weighting in the sweep needs an array of weights. Two more are for the baseline
+    # gradient_dot and for the scores of each run's last checkpoint. Baselines, the bootstrap and
+    # scores from fewer checkpoints need about 40 more arrays of subset sums.
     weightings = len({setting.loss_weighting for setting in settings}) + 2
     sums = 8 * n_subsets * n_targets * (len(settings) + 40)
     weights = 8 * n_train * (weightings + n_checkpoints)
-    # `solve` counts the matrices that form the normal matrix for each loss_weight_power, the
-    # eigenvectors with LAPACK's workspace, two copies of the subset sums, and the targets.
+    # `solve` is the memory for the matrices from which the normal matrix of each loss_weight_power
+    # is computed, the eigenvectors, LAPACK's workspace, two copies of subset sums, and the targets.
     n_powers = len({setting.loss_weight_power for setting in settings}) or 1
     solve = (24 * n_powers + 48) * proj_dim**2 + 24 * weightings * n_subsets * proj_dim
     solve += 20 * n_targets * proj_dim

@@ -32,7 +32,8 @@ _STAGE = "trak_core.stages.preflight_study"
 _SCRIPT = Path(__file__).parents[1] / "stages/preflight_study.py"
 # The largest difference that is tolerated between the clocks of this machine and a file server.
 _SKEW_SECONDS = 2
-# All files that `bring_along` has returned. A workflow with several modules calls it several times.
+# All files that `bring_along` has returned. Snakemake treats them as config files, but they are not
+# configs.
 brought_along = list[str]()
 _MAX_SOURCE_BYTES = 10_000_000  # Snakemake does not send larger files, and only prints a warning.
 
@@ -50,9 +51,9 @@ def run_preflight(
         config_files: More paths to check for characters that a shell interprets.
         is_stored: Whether Snakemake reads files from remote storage, not from this disk.
     """
-    given = (checkpoint.path for checkpoint in specs.checkpoints.values())
-    check_paths(specs.config, [*config_files, *filter(None, given)])
-    checkpoints, truth = _own_files(specs, is_stored)
+    paths = (checkpoint.path for checkpoint in specs.checkpoints.values())
+    check_paths(specs.config, [*config_files, *filter(None, paths)])
+    checkpoints, truth = _user_files(specs, is_stored)
     paths = [*checkpoints, *truth]
     digests = path_digests(paths, results / _DIGESTS) if paths else {}
     _check_sizes(specs, _facts(specs, results / _RECORD, checkpoints, digests))
@@ -78,7 +79,7 @@ def largest_weights_mb(specs: Specs, results: Path, checkpoint: str | None) -> i
     )
 
 
-def _own_files(specs: Specs, is_stored: bool) -> tuple[dict[str, list[str | None]], list[str]]:
+def _user_files(specs: Specs, is_stored: bool) -> tuple[dict[str, list[str | None]], list[str]]:
     """Return the user's files on this disk, or raise an error if one of them does not exist.
 
     Returns:
@@ -89,7 +90,7 @@ def _own_files(specs: Specs, is_stored: bool) -> tuple[dict[str, list[str | None
         if folders := [c.path for c in specs.checkpoints.values() if c.is_listed]:
             raise InputError(
                 "In remote storage, each checkpoint must have its own entry in `checkpoints`. "
-                f"Found the folder of several checkpoints, such as {folders[0]}.",
+                f"Found a folder with several checkpoints, such as {folders[0]}.",
                 code="config.stored",
             )
         return {}, []
@@ -134,13 +135,13 @@ def stored_signature(path: str, store: Any, results: Path) -> str:
         return path_digests([str(local_path)], results / _DIGESTS)[str(local_path)]
     if not store.exists():
         raise InputError(
-            f"{path} must be in its storage. Found nothing at {store.query}.", code="config.stored"
+            f"{path}: the file must exist. Found nothing at {store.query}.", code="config.stored"
         )
     return f"{store.size()} {store.mtime()}"
 
 
 def refuse_future(files: Iterable[str]) -> None:
-    """Raise an error for files with times in the future. Snakemake would delete their results."""
+    """Raise an error for files with future times. Snakemake would delete results made from them."""
     now = time.time()
     ahead = {file: Path(file).stat().st_mtime - now for file in files if Path(file).exists()}
     late = [file for file, seconds in ahead.items() if seconds > _SKEW_SECONDS]
@@ -188,7 +189,7 @@ def _request(specs: Specs) -> dict[str, Any]:
         "weighting": config["scoring"]["weighting"],
         "parameter_patterns": specs.all_features.parameter_patterns,
         "training": {r: specs.training_arguments(r) for r in specs.runs} if is_trained else None,
-        "leaves_several": is_trained and any(specs.times(run) for run in specs.runs),
+        "saves_several": is_trained and any(specs.times(run) for run in specs.runs),
         "retraining": specs.training if retrains else None,
         "describes": specs.measures("bm25"),
         "group_by": config.get("groups", []),
@@ -201,9 +202,12 @@ def _facts(
     checkpoints: Mapping[str, list[str | None]],
     digests: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return the study's sizes. Splits and checkpoints that are in the ``record`` are not read."""
+    """Return the result of ``preflight_study``, such as the number of samples in each split.
+
+    Splits and checkpoints are read only if they changed since ``record`` was written.
+    """
     request, known = _request(specs), read_record(record)
-    common = [specs.made_of, stage_digest(_STAGE), request]
+    common = [specs.study_and_output_digest, stage_digest(_STAGE), request]
     inputs = {s: [specs.experiments.get(s), specs.targets_digest(s)] for s in specs.shards}
     inputs |= {f"checkpoint {path}": [parts, digests[path]] for path, parts in checkpoints.items()}
     keys = {name: content_digest(name, common, values) for name, values in inputs.items()}
@@ -232,7 +236,7 @@ def _facts(
 
 
 def _is_large(checkpoint: Path) -> bool:
-    """Return whether a checkpoint's model may be large, which is assumed for all adapters."""
+    """Return whether a checkpoint's model may be large. For adapters, the answer is always yes."""
     if not checkpoint.is_dir():
         return checkpoint.stat().st_size >= LARGE_BYTES
     files = [path for path in checkpoint.iterdir() if path.is_file()]

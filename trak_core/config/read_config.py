@@ -109,7 +109,7 @@ def read_config(path: Path, schema: Path) -> dict[str, Any]:
 def completed(
     config: Mapping[str, Any], schema: Path, *, entries: Sequence[str] = (), writes: bool = True
 ) -> dict[str, Any]:
-    """Return a config, after validating it, with defaults and with the path of its study file.
+    """Return a valid config with all defaults, in which ``study`` is the path of a Python file.
 
     See ``with_values_read`` for ``entries``, and ``with_ready_study`` for ``writes``.
     """
@@ -122,7 +122,7 @@ def completed(
 
 
 def given_by_command(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the last run's ``--config`` values, or {} unless it used only the file ``path``."""
+    """Return the last run's ``--config`` values, or {} if its only config file was not ``path``."""
     results = config.get("results", "results")
     known = read_record(Path(results) / CONFIG_RECORD) if isinstance(results, str) else {}
     files = [Path(results, known["folder"], file) for file in known.get("config_files", ())]
@@ -134,22 +134,22 @@ def record_config(
     config: Mapping[str, Any],
     results: Path,
     config_files: Sequence[Path] = (),
-    given: Mapping[str, Any] | None = None,
+    command_config: Mapping[str, Any] | None = None,
     entries: Sequence[str] = (),
     *,
     replaces: bool = True,
 ) -> None:
     """Record a run's config in its results folder, which can then be opened without a config file.
 
-    ``given`` contains the values of ``--config``, and ``entries`` the same values as ``key=value``
-    words. Unless ``replaces`` is true, an existing record is kept.
+    ``command_config`` contains the values of ``--config`` as Snakemake parsed them, and ``entries``
+    the same values as ``key=value`` words. Unless ``replaces`` is true, an existing record is kept.
     """
     known = {
         "config": dict(config),
         "folder": os.path.relpath(Path.cwd(), results),
         "results": os.path.relpath(results),
         "config_files": [os.path.relpath(file) for file in config_files],
-        "by_command": with_values_read(given or {}, entries),
+        "by_command": with_values_read(command_config or {}, entries),
     }
     before = read_record(results / CONFIG_RECORD)
     if known != before and (replaces or not before):
@@ -169,7 +169,7 @@ def recorded_config(results: Path) -> tuple[dict[str, Any], Path]:
 
 
 def module_folders(question: Path, study: Path) -> list[Path]:
-    """Return the folders to search for modules that the study or a file of targets imports."""
+    """Return the folders to search for imports of the study or a file of targets, ``question``."""
     return [question.parent, study.parent]
 
 
@@ -194,7 +194,7 @@ def python_modules(study: Path, questions: Sequence[Path]) -> list[Path]:
 
 
 def output_file(model_output: str | Mapping[str, str], study: Path) -> Path | None:
-    """Return the file of a model output, or None if it is built in or in the study's file."""
+    """Return the file that defines a model output, unless it is built in or in the study's file."""
     place = function_location(output_name(model_output))
     if place is None or Path(place[0]).resolve() == study.resolve():
         return None
@@ -212,7 +212,8 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-    # construct_mapping would replace a merge key, <<, by the keys of another mapping.
+    # The keys are read first, because construct_mapping replaces a merge key, <<, by the keys of
+    # another mapping, which may repeat keys.
     pairs = [(loader.construct_object(key, deep=True), key) for key, _ in node.value]
     mapping = loader.construct_mapping(node, deep=True)  # Lists as keys raise an error.
     lines: dict[Any, int] = {}
@@ -273,11 +274,11 @@ _TextKeyLoader.add_constructor(
 )
 
 
-def merged(value: Any, given: Any) -> Any:
-    """Return ``given``, but merge two mappings key by key, as Snakemake does with configs."""
-    if not isinstance(value, Mapping) or not isinstance(given, Mapping):
-        return given
-    return {**value, **{key: merged(value.get(key), part) for key, part in given.items()}}
+def merged(old: Any, new: Any) -> Any:
+    """Return ``new``. If both are mappings, merge them key by key, as Snakemake merges configs."""
+    if not isinstance(old, Mapping) or not isinstance(new, Mapping):
+        return new
+    return {**old, **{key: merged(old.get(key), value) for key, value in new.items()}}
 
 
 def with_values_read(config: Mapping[str, Any], entries: Sequence[str]) -> dict[str, Any]:
@@ -385,7 +386,7 @@ def _alternatives(schemas: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _leaves(error: jsonschema.ValidationError) -> Iterable[jsonschema.ValidationError]:
-    """Yield the errors of those alternatives in an ``anyOf`` that allow the type of the value."""
+    """Yield the error. For an ``anyOf``, yield the errors of alternatives that allow the type."""
     context = error.context or ()
     other = {e.schema_path[0] for e in context if e.validator in ("type", "const") and not e.path}
     meant = [e for e in context if e.schema_path[0] not in other]
@@ -422,7 +423,7 @@ _Filler = jsonschema.validators.extend(_Validator, {"properties": _filling})  # 
 
 
 def with_defaults(config: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a valid config with defaults, equal to ``snakemake.utils.validate``'s."""
+    """Return a copy of a valid config with the defaults that ``snakemake.utils.validate`` sets."""
     filled = deepcopy(dict(config))
     for _ in _Filler(schema).iter_errors(filled):
         pass

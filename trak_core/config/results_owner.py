@@ -1,4 +1,4 @@
-"""Check whether a results folder belongs to another config or study, or is a copy of another."""
+"""Check whether a results folder belongs to another config or study, or is a copy of a folder."""
 
 import json
 import os
@@ -57,10 +57,10 @@ def show_results(
 def earlier_configs(
     results: Path, config_files: Sequence[Path], config: Mapping[str, Any]
 ) -> list[str]:
-    """Return the config files of the last run in a results folder if this run uses other ones.
+    """Return the config files of the last run in a results folder if this run uses other files.
 
-    If this run uses one of them, or if the folder is a copy, return an empty list. Raise an error
-    if the last run was for another study and its config files still exist.
+    Return an empty list if this run uses one of these files, or if the folder is a copy. Raise an
+    error if the last run was for another study and its config files still exist.
     """
     known = read_record(results / CONFIG_RECORD)
     earlier = known.get("config_files", [])

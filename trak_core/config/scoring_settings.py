@@ -8,7 +8,7 @@ from trak_core.settings import Combine, FeaturesSpec, ScoresSpec, Weighting, cur
 
 
 def usual_combine(*, along: bool) -> Combine:
-    """Return the default ``combine``. ``along`` is true if checkpoints differ in training time."""
+    """Return the default ``combine``. ``along``: whether checkpoints differ in training time."""
     return Combine.UNIT_AVERAGE if along else Combine.PRODUCT_OF_AVERAGES
 
 
@@ -26,7 +26,7 @@ def usual_power(combine: str, model_output: str | Mapping[str, str]) -> float:
 
 
 def fill_in_scoring(config: dict[str, Any], *, along: bool) -> str:
-    """Return a text that lists all missing scoring settings with reasons, after filling them in.
+    """Return a text that lists missing scoring settings with reasons, after adding their defaults.
 
     ``along`` is whether the checkpoints were saved at several times during training.
     """
@@ -59,7 +59,7 @@ def fill_in_scoring(config: dict[str, Any], *, along: bool) -> str:
 def features_spec(
     config: Mapping[str, Any], study_digest: str, state_dicts: Mapping[str, str]
 ) -> FeaturesSpec:
-    """Return the settings that are common to the features or Gramians of a config."""
+    """Return the settings that all features, or all Gramians, of a config have in common."""
     patterns, projection = config["parameters"], config["projection"]
     is_projected = not isinstance(projection, str)
     return FeaturesSpec(
@@ -81,12 +81,12 @@ def scores_spec(
     """Return the settings of self-influences. Specs of other scores add an experiment to them."""
     scoring, about = config["scoring"], about_output(config["model_output"])
     power, weighting = scoring["loss_weight_power"], scoring["weighting"]
-    of_curvature = curvature_power(weighting, power, is_probability=about.weight_is_probability)
+    is_probability = about.weight_is_probability
     return ScoresSpec(
         features=features,
         damping=scoring["damping"],
         weighting=weighting,
-        curvature_power=of_curvature,
+        curvature_power=curvature_power(weighting, power, is_probability=is_probability),
         norm_power=power if scoring["combine"] == Combine.UNIT_AVERAGE else None,
         normalize=scoring["normalize"],
         runs=runs,

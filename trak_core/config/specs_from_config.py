@@ -67,7 +67,7 @@ class Specs:
         runs: The ids of each run's checkpoints, sorted by time. Runs are sorted by name.
         training: The arguments of the study's ``train`` that all runs share.
         reported: The config without ``compute`` and ``answers``, which do not change results.
-        output: Properties and descriptions of the model output.
+        output: The model output's properties and the words that describe it.
         output_words: The settings of a user-defined model output. None for a built-in one.
         is_projected: Whether scores are computed from projected gradients.
         experiments: The target ids of each experiment, or None if all samples are targets.
@@ -82,7 +82,7 @@ class Specs:
         measured: The experiments whose scores are compared with retrained models.
         measures_features: Whether the evaluation needs features in addition to scores.
         study_digest: A hash of the study's code and of all data files.
-        made_of: A hash of the study and of the file of a user-defined model output.
+        study_and_output_digest: A hash of the study and of the file of a user-defined model output.
         files: The study's source and data files, and the tables and files that the config names.
         all_features: The settings of features, or of Gramians, that do not depend on the checkpoint
             and the split.
@@ -124,11 +124,12 @@ class Specs:
         needs_features = along or self.sweep is not None or self.measures("gradient_dot")
         self.measures_features = bool(self.measured) and needs_features
         self._read_files(results, writes=writes)
-        parts = {n: s for n, c in self.checkpoints.items() if (s := c.state_dict)}
-        self.all_features = features_spec(config, self.made_of, parts)
+        keys = {n: key for n, c in self.checkpoints.items() if (key := c.state_dict)}
+        self.all_features = features_spec(config, self.study_and_output_digest, keys)
         self.self_influence = scores_spec(config, self.all_features, self.runs)
-        # Embeddings and outputs are not gradients, and one file contains them for all samples.
-        # Settings that concern only gradients are therefore reset.
+        # Embeddings and outputs are not gradients, and one file contains them for all samples. The
+        # settings of gradients and splits are therefore replaced. Otherwise, a change in these
+        # settings would make Snakemake compute embeddings and outputs again.
         more: Any = {"dtype": "float32", "preconditioner": None, "label_draws": 0, "split": "all"}
         values = replace(self.all_features, projection={"kind": "embedding"}, **more)
         self.embeddings = replace(values, study_digest=self.study_digest)
@@ -136,16 +137,14 @@ class Specs:
 
     def _read_experiments(self) -> None:
         experiments = self.config["experiments"]
-        self.conditions = {
-            n: about["where"] for n, about in experiments.items() if "where" in about
-        }
+        self.conditions = {n: e["where"] for n, e in experiments.items() if "where" in e}
         self.experiments = {
             name: target_ids(about["targets"]) if "targets" in about else None
             for name, about in experiments.items()
         }
         self.lists = lists_of(self.config)
         self.pool: str | None = self.lists.get("select", {}).get("pool")
-        self.questions = {n: about["data"] for n, about in experiments.items() if "data" in about}
+        self.questions = {n: e["data"] for n, e in experiments.items() if "data" in e}
         self.shards = {TRAIN: self.config["compute"]["shards"]}
         self.shards |= {name: about["shards"] for name, about in experiments.items()}
         if self.pool is not None:
@@ -154,7 +153,7 @@ class Specs:
     def _read_files(self, results: Path, *, writes: bool) -> None:
         config, study = self.config, Path(self.config["study"])
         data = data_digests(config["data_files"], results / "data_files.json", writes=writes)
-        self.study_digest = self.made_of = study_digest(study, data)
+        self.study_digest = self.study_and_output_digest = study_digest(study, data)
         targets = [about.get("targets") for about in config["experiments"].values()]
         named = [config["checkpoints"], *targets, *self.questions.values()]
         tables = [path for path in named if isinstance(path, str) and path != ALL_TARGETS]
@@ -162,7 +161,7 @@ class Specs:
         if output := output_file(config["model_output"], study):
             code.append(output)
             of_output = study_digest(output, folders=module_folders(output, study))
-            self.made_of = content_digest(self.study_digest, of_output)
+            self.study_and_output_digest = content_digest(self.study_digest, of_output)
         files = [*python_modules(study, code), *map(Path, [*data, *tables])]
         self.files = [*dict.fromkeys(files)]
 
@@ -177,7 +176,7 @@ class Specs:
 
     @property
     def trained_together(self) -> list[tuple[list[str], list[str]]]:
-        """Groups of runs whose checkpoint ids have equal suffixes, as pairs (suffixes, runs)."""
+        """Groups of runs that save checkpoints at the same times: pairs (suffixes of ids, runs)."""
         groups: dict[tuple[str, ...], list[str]] = {}
         for run, ids in self.runs.items():
             groups.setdefault(tuple(name.removeprefix(run) for name in ids), []).append(run)
@@ -190,9 +189,9 @@ class Specs:
         return any(mentions(Path(path), *_COLUMNS) for path in files if path.endswith(".py"))
 
     def targets_digest(self, split: str) -> str | None:
-        """Return a hash of an experiment's target ids, in their order, and of the targets' file.
+        """Return a hash of a split's sample ids, in their order, and of the file with the samples.
 
-        Return None for the training samples. ``split`` can also be the pool.
+        ``split`` is an experiment, the pool, or the training samples, for which the result is None.
         """
         if split not in {*self.experiments, *self.questions}:
             return None
@@ -211,10 +210,6 @@ class Specs:
         """Return the settings of one checkpoint's normal matrix."""
         return self.self_influence.under(checkpoint).of_normal_matrix()
 
-    def checkpoint_scores(self, experiment: str, checkpoint: str) -> ScoresSpec:
-        """Return the settings of an experiment's scores from one checkpoint."""
-        return self.scores(experiment).under(checkpoint)
-
     def scores(self, experiment: str) -> ScoresSpec:
         """Return the settings of an experiment's scores from all checkpoints."""
         digest = self.targets_digest(experiment)
@@ -232,13 +227,13 @@ class Specs:
 
     @property
     def settings(self) -> list[Setting]:
-        """All combinations of the sweep's values and the config's own, or [] without a sweep."""
+        """All combinations of values in the sweep and the config, or [] without a sweep."""
         if self.sweep is None:
             return []
         scoring, proj_dim = self.config["scoring"], self.config["projection"]["proj_dim"]
         combine = Combine(scoring["combine"])
-        own = Setting(scoring["damping"], scoring["loss_weight_power"], combine, proj_dim)
-        return settings_of(self.sweep, own)
+        power = scoring["loss_weight_power"]
+        return settings_of(self.sweep, Setting(scoring["damping"], power, combine, proj_dim))
 
     @property
     def random_subsets(self) -> RetrainedSpec:
@@ -248,7 +243,7 @@ class Specs:
         return replace(spec, fraction=subsets["fraction"])
 
     def subset_groups(self) -> list[tuple[int, int]]:
-        """Return the number of the first and the last random subset in each retraining job."""
+        """Return the numbers of the first and the last random subset of each retraining job."""
         starts = range(0, count := self.evaluation["subsets"]["count"], _SUBSETS_A_JOB)
         return [(start, min(start + _SUBSETS_A_JOB, count) - 1) for start in starts]
 
@@ -261,7 +256,7 @@ class Specs:
 
     @property
     def removal_jobs(self) -> dict[str, list[dict[str, Any]]]:
-        """The argument ``naming`` of each retraining job, by the method that chooses samples."""
+        """The settings of each retraining job, by the method that chooses the samples to remove."""
         jobs: dict[str, list[dict[str, Any]]] = {}
         for about in self.removals.values():
             if by := about.get("list"):
@@ -288,7 +283,7 @@ class Specs:
             subsets=subsets,
             arguments=self.training,
             model_output=output_name(self.config["model_output"]),
-            study_digest=self.made_of,
+            study_digest=self.study_and_output_digest,
             seeds=seeds,
             seed=seed,
         )

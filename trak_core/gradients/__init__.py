@@ -1,13 +1,11 @@
 """Compute per-sample gradients of a model output, one parameter after another.
 
-A model output f is one number for each sample, such as a margin. Its gradient has p coordinates,
+A model output f is one number for each sample, such as a margin. The gradient of f has p entries,
 one for each entry of the parameters, in ``named_parameters`` order and row-major within a
 parameter. One backward pass computes the gradients of all samples of a batch
 (``gradients_at_once``). If autograd's graph of the model can't be read, the samples are
-differentiated one by one. The gradients of each parameter are passed to a *consumer* as soon as
-they are computed. For example, the consumer in ``trak_core.attribution.project_gradients`` projects
-them. This differs from ``torch.func.vmap(torch.func.grad(f))``, which returns the (batch, p) matrix
-of gradients: here that matrix is never formed.
+differentiated one by one. The gradients of each parameter are passed to a *consumer*, such as a
+projection, as soon as they are computed. The (batch, p) matrix of gradients is never formed.
 
 Most functions take a ``model`` on the samples' device, the ``parameters`` that
 ``select_parameters`` returned, and the model ``output`` f. They restore the model's training mode.
@@ -51,7 +49,6 @@ from trak_core.gradients.model_inputs import Batch, Samples, as_batch, call, joi
 __all__ = ["METHODS", "Batch", "GradientMethod", "MemoryBudget", "MemoryByLength", "PerSample"]
 __all__ += ["Samples", "Variety", "as_batch", "as_blocks", "budget_bytes", "call", "check_labels"]
 __all__ += ["check_samples_apart", "choose_method", "count_classes", "explain_not_finite"]
-__all__ += ["formed_gradients", "gradient_method"]
-__all__ += ["gradients_at_once", "gradients_in_turn", "gradients_one_by_one", "in_chunks"]
-__all__ += ["in_evaluation_mode", "joined", "memory_by_length", "n_params", "refuse_hooks"]
-__all__ += ["sample_memory", "select_parameters", "shapes_of"]
+__all__ += ["formed_gradients", "gradient_method", "gradients_at_once", "gradients_in_turn"]
+__all__ += ["gradients_one_by_one", "in_chunks", "in_evaluation_mode", "joined", "memory_by_length"]
+__all__ += ["n_params", "refuse_hooks", "sample_memory", "select_parameters", "shapes_of"]

@@ -1,17 +1,17 @@
 """Plan a backward pass: find the edges of the graph at which per-sample gradients are computed.
 
-A tensor of the graph is *split* if each of its entries belongs to one sample (it has a layout, see
-``graph.py``), and *shared* otherwise. Shared tensors are parameters, functions of parameters alone,
-and tensors that mix samples. Let f_1, ..., f_B be the model outputs of the B samples. If an entry
-of a split tensor x belongs to sample i, then f_j doesn't depend on this entry for any j != i, so
-that the derivatives of sum_j f_j and of f_i with respect to the entry are equal. Therefore, one
-backward pass of the sum computes the gradients with respect to x for all samples. An edge from the
-split output y of an operation to a shared input w is a *crossing*. At a crossing, the chain rule is
+A tensor of the graph is *split* if each of its entries belongs to one sample, as a *layout* states
+(see ``graph.py``). All other tensors are *shared*: parameters, functions of parameters alone, and
+tensors that mix samples. Let f_1, ..., f_B be the model outputs of the B samples. If an entry of a
+split tensor x belongs to sample i, only f_i depends on this entry, so that the derivatives of
+sum_j f_j and of f_i with respect to the entry are equal. Therefore, one backward pass of the sum
+computes the gradients with respect to x for all samples. An edge from the split output y of an
+operation to a shared input w of this operation is a *crossing*. At a crossing, the chain rule is
 
     d(sum_i f_i)/dw = sum_i sum_{t of sample i} (df_i/dy_t) (dy_t/dw),
 
-where t runs over the entries of y that belong to sample i. The B inner sums are the gradients of
-the samples. ``gradient_formulas`` returns them in closed form.
+where t runs over the entries of y that belong to sample i. The B inner sums are the samples'
+gradients with respect to w. ``gradient_formulas`` computes them in closed form.
 """
 
 from collections import Counter, defaultdict
@@ -21,11 +21,11 @@ from typing import Any
 
 from torch import Tensor
 
-from trak_core.gradients.graph import Edge, Graph, Layout, Node, joined, name_of, settled, shape_of
+from trak_core.gradients.graph import Edge, Graph, Layout, Node, combined, cyclic, name_of, shape_of
 from trak_core.gradients.sample_owner_rules import input_layouts
 
-# Operations that only move or copy entries. A gradient has the same entries before and after them,
-# in another order, so that inner products of gradients don't change.
+# Operations that only move or copy entries. The gradients with respect to input and output of these
+# operations have the same entries, possibly in another order, so their inner products are equal.
 MOVES = {
     *("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze"),
     *("Clone", "Alias", "ToCopy"),
@@ -35,7 +35,7 @@ _CUTS = {"Split", "SplitWithSizes", "Unbind"}
 
 
 def keeps_order(node: Node) -> bool:
-    """Return whether an operation that only moves entries keeps their row-major order."""
+    """Return whether an operation of ``MOVES`` keeps the row-major order of the entries."""
     return name_of(node) not in _TURNS or len(shape_of(node, 0)) < 2
 
 
@@ -46,7 +46,7 @@ def _transposes(node: Node) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Region:
-    """Connected nodes whose tensors are shared by samples, such as a parameter and its transpose.
+    """A connected part of the graph that all samples share, such as a weight and its transpose.
 
     Gradients enter a region at *crossings*: edges of the graph from a tensor whose entries belong
     to single samples to a tensor of the region.
@@ -55,57 +55,57 @@ class Region:
     n_crossings: int = 0  # number of crossings that lead into the region
     parameters: list[int] = field(default_factory=list)  # indices of the region's parameters
     # Whether the region has one parameter, and each crossing leads to the whole parameter, possibly
-    # transposed or reshaped. Then the gradients at crossings are the parameter's gradients, and
-    # nothing has to be propagated through the region.
+    # transposed or reshaped. Then the gradients at the crossings only have to be transposed or
+    # reshaped and added, and no backward pass through the region is needed.
     is_direct: bool = True
-    # Whether the region has one parameter, and crossings lead to disjoint sets of its entries. Then
-    # inner products of the parameter's gradients are sums of inner products at the crossings.
+    # Whether the region has one parameter, and crossings lead to disjoint sets of the parameter's
+    # entries. Then inner products of gradients are sums of inner products at the crossings.
     is_simple: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The places in autograd's graph at which a backward pass reads per-sample gradients.
+    """The crossings of a graph, at which a backward pass reads per-sample gradients.
 
-    These are crossings: edges from the output of an operation, whose entries belong to single
-    samples, to an input that samples share, such as a weight.
+    A crossing is an edge from an output of an operation, whose entries belong to single samples,
+    to an input of the operation that all samples share, such as a weight.
     """
 
-    # For each operation with crossings, the layouts of its outputs, by output number. Outputs that
-    # are not used have no layout.
+    # For each operation with crossings, the layouts of the outputs that are used, by output number.
     layouts: dict[Node, dict[int, Layout]]
-    # For each of these operations, its crossings and the regions to which they lead.
+    # For each operation with crossings, the crossings and the regions to which they lead.
     crossings: dict[Node, list[tuple[Edge, Region]]]
     regions: list[Region]
-    # The operations with crossings, in two groups. From inner nodes, the backward pass continues
-    # to other operations with crossings, so that hooks must read the gradients. The pass ends at
-    # the last nodes.
+    # Operations with crossings from which the backward pass continues to other operations with
+    # crossings. Hooks read the gradients of their outputs.
     inner: list[Node]
-    last: list[Node]
+    last: list[Node]  # operations with crossings at which the backward pass ends
     parameters: Sequence[Tensor]  # the parameters to differentiate
     # Whether graphs with an equal ``signature`` have the same plan. If not, the plan also depends
     # on saved values, such as the indices of a gather.
     is_fixed: bool
 
-    def of(self, like: Mapping[Node, Any] | Sequence[Node], parameters: Sequence[Tensor]) -> "Plan":
+    def on_graph(
+        self, nodes: Mapping[Node, Any] | Sequence[Node], parameters: Sequence[Tensor]
+    ) -> "Plan":
         """Return this plan for another graph, which must have an equal ``signature``.
 
-        ``like`` maps the nodes of this plan to the corresponding nodes of the other graph. It may
+        ``nodes`` maps the nodes of this plan to the corresponding nodes of the other graph. It may
         also map nodes to integers. A plan with integers in place of nodes, and without parameters,
         keeps no graph in memory, so it can be cached.
         """
         crossings = {
-            like[user]: [
-                (Edge(like[user], e.index, like[e.node], e.number), region) for e, region in pairs
+            nodes[user]: [
+                (Edge(nodes[user], e.index, nodes[e.node], e.number), region) for e, region in pairs
             ]
             for user, pairs in self.crossings.items()
         }
-        layouts = {like[node]: layouts for node, layouts in self.layouts.items()}
-        inner, last = ([like[node] for node in nodes] for nodes in (self.inner, self.last))
+        layouts = {nodes[node]: layouts for node, layouts in self.layouts.items()}
+        inner, last = ([nodes[node] for node in group] for group in (self.inner, self.last))
         return Plan(layouts, crossings, self.regions, inner, last, parameters, self.is_fixed)
 
-    def arrivals(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Return (operation, input shape) for each input whose per-sample gradients are formed."""
+    def formed_inputs(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Return (operation, shape) for each shared input whose per-sample gradients are stored."""
         return [
             (name_of(edge.user), shape_of(edge.node, edge.number))
             for pairs in self.crossings.values()
@@ -117,11 +117,11 @@ class Plan:
 def make_plan(
     graph: Graph, root: tuple[Node, int], layout: Layout, parameters: Sequence[Tensor]
 ) -> Plan:
-    """Return the plan of a backward pass from output ``root``, which has the given layout."""
+    """Return the plan of a backward pass that starts at ``root``, a node and its output number."""
     layouts, is_fixed = _layouts(graph, root, layout)
-    below = [edge for node in graph.order if node not in layouts for edge in graph.edges[node]]
+    inside = [edge for node in graph.order if node not in layouts for edge in graph.edges[node]]
     crossings = [edge for node in layouts for edge in graph.edges[node] if edge.node not in layouts]
-    region_of = _regions(below, crossings, graph)
+    region_of = _regions(inside, crossings, graph)
     by_node: dict[Node, list[tuple[Edge, Region]]] = defaultdict(list)
     for edge in crossings:
         by_node[edge.user].append((edge, region_of[edge.node]))
@@ -133,7 +133,7 @@ def make_plan(
                 (inner if is_above else last).append(node)
             if is_above or node in by_node:
                 above.add(node)
-    regions = list({id(region): region for region in region_of.values()}.values())
+    regions = list(dict.fromkeys(region_of.values()))
     crossed = {node: layouts[node] for node in by_node}
     return Plan(crossed, dict(by_node), regions, inner, last, parameters, is_fixed)
 
@@ -141,10 +141,14 @@ def make_plan(
 def _layouts(
     graph: Graph, root: tuple[Node, int], layout: Layout
 ) -> tuple[dict[Node, dict[int, Layout]], bool]:
-    """Return the layouts of all nodes' outputs, and whether the graph alone determines them."""
+    """Return all outputs whose entries belong to single samples, with their layouts.
+
+    Also return whether the graph determines the layouts. Otherwise, they also depend on values that
+    operations have saved, such as indices.
+    """
     shared, is_one_sample = set(graph.parameters), layout.n_samples == 1
-    # With a single sample, every tensor belongs to it. Parameters and their views are still read as
-    # shared tensors, because crossings must lead to them.
+    # With a single sample, all entries of all tensors belong to this sample. Parameters and their
+    # views nevertheless count as shared, because crossings must lead to them.
     if is_one_sample:
         for node in reversed(graph.order):
             if name_of(node) in MOVES and {edge.node for edge in graph.edges[node]} <= shared:
@@ -154,7 +158,7 @@ def _layouts(
     all_fixed = True
     split: dict[Node, dict[int, Layout]] = {}
     for node in graph.order:  # visits all users of a tensor before the node that computes it
-        outputs = {number: settled(layout) for number, layout in layouts.pop(node, {}).items()}
+        outputs = {number: cyclic(layout) for number, layout in layouts.pop(node, {}).items()}
         known = {number: layout for number, layout in outputs.items() if layout is not None}
         edges = graph.edges[node]
         answers: list[Layout | None] = [None] * len(edges)
@@ -168,13 +172,13 @@ def _layouts(
         for edge, answer in zip(edges, answers, strict=True):
             of_node = layouts[edge.node]
             if edge.number in of_node:
-                answer = joined(of_node[edge.number], answer)
+                answer = combined(of_node[edge.number], answer)
             of_node[edge.number] = answer
     return split, all_fixed
 
 
-def _regions(below: list[Edge], crossings: list[Edge], graph: Graph) -> dict[Node, Region]:
-    """Return the region of each shared node, by union-find over the edges ``below`` crossings."""
+def _regions(inside: list[Edge], crossings: list[Edge], graph: Graph) -> dict[Node, Region]:
+    """Return the region of each shared node, by union-find over edges between shared nodes."""
     parent: dict[Node, Node] = {}
 
     def head(node: Node) -> Node:
@@ -182,21 +186,21 @@ def _regions(below: list[Edge], crossings: list[Edge], graph: Graph) -> dict[Nod
             node = parent[node]
         return node
 
-    for edge in below:
+    for edge in inside:
         parent[head(edge.user)] = head(edge.node)
     regions: dict[Node, Region] = defaultdict(Region)
-    arrivals = {(edge.node, edge.number) for edge in (*below, *crossings)}
+    tensors = {(edge.node, edge.number) for edge in (*inside, *crossings)}
     for edge in crossings:
         regions[head(edge.node)].n_crossings += 1
-    for node, place in graph.parameters.items():
-        regions[head(node)].parameters.append(place)
+    for node, index in graph.parameters.items():
+        regions[head(node)].parameters.append(index)
     region_of = {node: regions[head(node)] for node in list(parent)}
-    n_edges = Counter(id(region_of[edge.node]) for edge in (*below, *crossings))
-    n_arrivals = Counter(id(region_of[node]) for node, _ in arrivals)
+    n_edges = Counter(region_of[edge.node] for edge in (*inside, *crossings))
+    n_tensors = Counter(region_of[node] for node, _ in tensors)
     for node, region in region_of.items():
         is_parameter = node in graph.parameters
         moves = is_parameter or (name_of(node) in MOVES | _CUTS and len(graph.edges[node]) == 1)
-        is_reached_once = n_edges[id(region)] == n_arrivals[id(region)]
+        is_reached_once = n_edges[region] == n_tensors[region]
         has_one_parameter = len(region.parameters) == 1
         region.is_simple &= moves and is_reached_once and has_one_parameter
         is_whole = name_of(node) in MOVES and (keeps_order(node) or _transposes(node))

@@ -10,9 +10,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from trak_core.errors import InputError, is_out_of_memory
+from trak_core.errors import InputError, first_line, is_out_of_memory
 from trak_core.gradients.differentiable_model import differentiating
-from trak_core.gradients.gradient_terms import PIECE, piece_on
+from trak_core.gradients.gradient_terms import PIECE, max_piece_entries
 from trak_core.gradients.graph import UnreadableGraphError
 from trak_core.gradients.model_inputs import Batch, Samples, as_batch, joined
 from trak_core.gradients.one_pass import plan_of
@@ -26,15 +26,15 @@ T = TypeVar("T")
 # The measured ratio was 1.5 to 1.7 for a ResNet and for GPT-2-like models of 7 and 124 million
 # parameters. The value 2 leaves a margin.
 _ACTIVATIONS = 2
-# Gradients and logits are formed in pieces. These are the numbers of pieces of gradients, and of
-# logits, that are in memory at the same time.
+# Gradients and logits are computed in pieces. These are the largest numbers of pieces of gradients,
+# and of logits, that are in memory at the same time.
 _PIECES, _LOGIT_PIECES = 3, 4
 PIECE_BYTES = 4 * PIECE
 
 
 @dataclass(frozen=True, slots=True)
 class SampleMemory:
-    """Memory in bytes that is needed to differentiate the model output of some samples."""
+    """The memory, in bytes, that differentiating the model output of a batch needs."""
 
     # Peak memory of one sample: tensors that the forward pass saves, tensors of the backward pass,
     # and gradients with respect to tensors that are computed from parameters.
@@ -42,21 +42,21 @@ class SampleMemory:
     gradient_bytes: int  # size of the gradient of one sample
     shared_bytes: int = 0  # memory that is needed once, for any number of samples
 
-    def of(self, n_samples: int) -> int:
-        """Return the bytes that ``n_samples`` samples need together."""
+    def bytes_of(self, n_samples: int) -> int:
+        """Return the memory that a batch of ``n_samples`` samples needs."""
         formed = min(n_samples * self.gradient_bytes, PIECE_BYTES)
         return n_samples * self.activation_bytes + _PIECES * formed + self.shared_bytes
 
     def most(self, budget_bytes: int) -> int:
-        """Return the largest number of samples that together need at most ``budget_bytes``."""
+        """Return the size of the largest batch that needs at most ``budget_bytes``."""
         budget_bytes -= self.shared_bytes
-        all_formed = budget_bytes // max(1, self.of(1) - self.shared_bytes)
+        all_formed = budget_bytes // max(1, self.bytes_of(1) - self.shared_bytes)
         in_pieces = (budget_bytes - _PIECES * PIECE_BYTES) // max(1, self.activation_bytes)
         return max(all_formed, in_pieces)
 
 
 class TooMuchMemoryError(Exception):
-    """The activations of one sample need more memory than the given limit."""
+    """The activations of one sample need more than ``most_bytes`` (see ``sample_memory``)."""
 
 
 def sample_memory(
@@ -71,13 +71,13 @@ def sample_memory(
     """Return an estimate of the memory that is needed to differentiate the first sample.
 
     The function runs a forward pass for ``n_copies`` copies of the sample, and counts the bytes
-    that autograd saves. Two copies also show where an operation mixes samples, because gradients
-    are formed there and need more memory. ``blocks`` are the model's blocks that are recomputed in
-    the backward pass, if any.
+    that autograd saves. With two copies, the estimate includes the gradients that are stored where
+    operations mix samples. ``blocks`` are the blocks of the model, if any, that are recomputed in
+    the backward pass.
 
     Raises:
-        TooMuchMemoryError: If the activations of one sample need more than ``most_bytes``. The pass
-            then frees what it has saved, so that the check itself doesn't run out of memory.
+        TooMuchMemoryError: If the activations of one sample need more than ``most_bytes``. Saved
+            tensors are freed as soon as they exceed this limit, so memory doesn't run out here.
     """
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     saved: dict[int, int] = {}
@@ -95,8 +95,8 @@ def sample_memory(
         if storage.data_ptr() not in own:
             n_saved += storage.nbytes() - saved.get(storage.data_ptr(), 0)
             saved[storage.data_ptr()] = storage.nbytes()
-        # The detached tensor is saved, and no error is raised here. Otherwise the graph would refer
-        # to itself, and would never be freed.
+        # Saving the tensor with its graph, or raising an error here, would create a reference cycle
+        # through the graph, whose memory would then never be freed.
         cell = [tensor.detach()]
         held.append(cell)
         while is_too_much() and held:
@@ -104,7 +104,7 @@ def sample_memory(
         return cell
 
     def unpack(cell: list[Tensor]) -> Tensor:
-        # A forward pass that differentiates unpacks tensors, which may already be freed.
+        # This is called if ``forward`` itself differentiates. ``save`` may have freed the tensor.
         if not cell:
             raise TooMuchMemoryError
         return cell[0]
@@ -118,14 +118,14 @@ def sample_memory(
         values = over_samples(output.value, output.read(given.given_to(model)), given.labels)
     if is_too_much():
         raise TooMuchMemoryError
-    n_bytes = n_saved + (blocks.n_bytes(own | set(saved)) if blocks else 0)
+    n_bytes = n_saved + (blocks.peak_bytes(own | set(saved)) if blocks else 0)
     activations = _ACTIVATIONS * n_bytes // n_copies
     if values.requires_grad:
         with contextlib.suppress(UnreadableGraphError):
             plan = plan_of(values, list(parameters.values()), 0)
-            shapes = [shape for _, shape in plan.arrivals()]
-            # The factor is 2, because two gradients are formed: first with respect to such a
-            # tensor, then with respect to the parameter from which the tensor is computed.
+            shapes = [shape for _, shape in plan.formed_inputs()]
+            # The factor 2 counts two gradients: with respect to the shared tensor, and with respect
+            # to the parameter from which this tensor is computed.
             activations += 2 * values.element_size() * sum(map(prod, shapes))
     gradients = sum(p.numel() * p.element_size() for p in parameters.values())
     return SampleMemory(activations, gradients)
@@ -148,11 +148,11 @@ def _pair(batch: Batch) -> Batch:
 def budget_bytes(device: torch.device, memory_mb: int) -> int:
     """Return the bytes that a batch may use: ``memory_mb`` MiB, or 4/5 of a GPU's free memory.
 
-    Gradients and logits are formed in pieces, which are larger on a GPU than on a CPU. The memory
-    that samples need is estimated with a CPU's pieces, so the difference is subtracted here.
+    Gradients and logits are computed in pieces, which are larger on a GPU than on a CPU.
+    ``SampleMemory`` assumes the pieces of a CPU, so a GPU's budget is reduced by the difference.
     """
     if device.type == "cuda":
-        larger_pieces = (_PIECES + _LOGIT_PIECES) * 4 * (piece_on(device) - PIECE)
+        larger_pieces = (_PIECES + _LOGIT_PIECES) * 4 * (max_piece_entries(device) - PIECE)
         return torch.cuda.mem_get_info(device)[0] * 4 // 5 - larger_pieces
     return memory_mb * 2**20
 
@@ -162,8 +162,8 @@ def in_chunks(
 ) -> Iterator[tuple[int, int, T]]:
     """Call ``compute(start, stop)`` for chunks of samples, and halve chunks if memory runs out.
 
-    ``chunk`` is the number of samples in a chunk, or a function that returns this number for a
-    chunk that begins at a given sample index.
+    ``chunk`` is the number of samples in a chunk, or a function that returns this number for the
+    index of a chunk's first sample.
 
     Yields:
         For each chunk in order: ``start``, ``stop`` and the result of ``compute(start, stop)``.
@@ -181,10 +181,9 @@ def in_chunks(
             if not is_out_of_memory(error):
                 raise
             if stop - start == 1:
-                message = (str(error).splitlines() or [""])[0]
                 raise InputError(
                     "The gradient of one sample must fit into memory. Memory ran out with the "
-                    f"error: {message} Give the job more memory (on a cluster, by "
+                    f"error: {first_line(error)} Give the job more memory (on a cluster, by "
                     "--set-resources RULE:mem_mb=...), or choose fewer `parameters`.",
                     code="gradients.out_of_memory",
                 ) from error
@@ -195,18 +194,18 @@ def in_chunks(
             yield start, stop, result
             start = stop
             continue
-        # Inside of the ``except`` block, the traceback of the error would keep tensors alive.
+        # This is not in the ``except`` block, where the error's traceback keeps tensors alive.
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryByLength:
-    """Memory needed to differentiate a text, by the number of tokens to which it is padded.
+    """The memory that differentiating a text needs, as a function of its padded length.
 
-    ``shortest`` and ``longest`` are the smallest and the largest number of tokens of any text, or 0
-    if all samples have the same shape. ``of_shortest`` and ``of_longest`` are the memory that was
-    measured for texts of these lengths.
+    ``shortest`` and ``longest`` are the numbers of tokens of the shortest and of the longest text,
+    or 0 if all samples have the same shape. ``of_shortest`` and ``of_longest`` are the memory that
+    was measured for these two texts.
     """
 
     shortest: int
@@ -218,8 +217,8 @@ class MemoryByLength:
         """Return an upper bound of the memory for a text that is padded to ``length`` tokens.
 
         The activations of n tokens take about a n + b n^2 bytes, where the square comes from
-        attention. This function of n is convex. Therefore, the straight line through the
-        measurements of the shortest and the longest text bounds it from above.
+        attention. This function of n is convex, so the straight line through the measurements of
+        the shortest and the longest text is an upper bound.
         """
         low, high = self.of_shortest, self.of_longest
         if self.shortest == self.longest:
@@ -233,8 +232,8 @@ class MemoryByLength:
         return replace(self, of_shortest=low, of_longest=high)
 
     def room(self, device: torch.device, memory_mb: int) -> "MemoryBudget":
-        """Return the memory that batches may use. Raise an error if the longest text needs more."""
-        budget, needed = budget_bytes(device, memory_mb), self.of_longest.of(1)
+        """Return the memory that a batch may use. Raise an error if the longest text needs more."""
+        budget, needed = budget_bytes(device, memory_mb), self.of_longest.bytes_of(1)
         if needed > budget:
             memory, remedy = "compute.memory_mb", "Raise compute.memory_mb"
             if device.type == "cuda":
@@ -250,13 +249,13 @@ class MemoryByLength:
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """The memory that batches may use, in bytes, and the memory that samples need."""
+    """The memory that a batch may use, in bytes, and the memory that samples need."""
 
     needed: MemoryByLength
     budget_bytes: int
 
     def most(self, length: int) -> int:
-        """Return how many samples, padded to ``length`` tokens, fit into the budget, at least 1."""
+        """Return the size, at least 1, of a batch of texts of ``length`` tokens that fits."""
         return max(1, self.needed.at(length).most(self.budget_bytes))
 
 
@@ -268,7 +267,7 @@ def memory_by_length(
     blocks: Recomputation | None = None,
     most_bytes: int | None = None,
 ) -> MemoryByLength:
-    """Return ``sample_memory`` of the shortest and the longest text, which ``few`` must contain."""
+    """Return the memory (``sample_memory``) that the shortest and longest text of ``few`` need."""
     if few.lengths is None:
         n_copies = min(2, len(few))
         needed = sample_memory(model, parameters, output, few, blocks, most_bytes, n_copies)

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.func import vmap
 from torch.utils import _pytree as pytree
 
-from trak_core.errors import InputError, listed
+from trak_core.errors import InputError, first_line, listed
 from trak_core.gradients.differentiable_model import in_evaluation_mode
 from trak_core.gradients.gradient_consumers import Digest
 from trak_core.gradients.gradient_methods import gradients_one_by_one
@@ -37,9 +37,9 @@ _LABEL_SHAPES = (
     "one token for each position",
     "one class for each pixel",
 )
-# A step of a forward pass: a name, and tensors that have one row for each sample.
+# A step of a forward pass: the name of a module, and the tensors that it gets or returns.
 _Step = tuple[str, list[Tensor]]
-# Errors that the user's model may raise. They become part of a message instead of being raised.
+# Errors of the user's model that are not raised again. Other messages quote them.
 _FAILURES = (RuntimeError, ValueError, TypeError, IndexError)
 # Upper bound for the rounding error of a sample's features, relative to their largest entry.
 _ROUNDING = 1e-5
@@ -48,9 +48,9 @@ _ROUNDING = 1e-5
 def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples) -> None:
     """Raise an error if a sample's output depends on other samples, random numbers or padding.
 
-    The model output of the first eight samples is computed in one batch, and then in eight batches
-    of one sample. The model is in evaluation mode. If the results differ, the error names the first
-    layer whose output differs.
+    In evaluation mode, the model outputs of the first eight samples are computed in one batch, and
+    then in eight batches of one sample. If they differ, the error names the first layer whose
+    output differs.
     """
     batch = as_batch(samples, output).rows(slice(0, _SAMPLES))
     if len(batch) < 2:
@@ -59,14 +59,14 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
         returned, allowed = call_with_rounding(model, batch)
         together, sizes = _read(output, returned, batch)
         tolerance = allowed * (1 + together.abs() + sizes)
-        # A batch of one text has no padding. If the model output f differs for such batches, the
-        # code below finds out whether padding is the reason.
+        # A text that is a batch by itself has no padding. If the model output then differs, the
+        # code below determines whether padding is the reason.
         alone = _one_by_one(model, output, [batch.rows(slice(i, i + 1)) for i in range(len(batch))])
         if _close(together, alone, tolerance):
             return
         returned = batch.given_to(model)
         first, second = (_read(output, returned, batch)[0] for _ in range(2))
-        if not _close(first, second, tolerance):  # f itself, not the model, draws random numbers
+        if not _close(first, second, tolerance):  # the function f itself draws random numbers
             values = f"{float(first[0]):.6g}, then {float(second[0]):.6g}"
             raise random_output(f"{values} for one sample")
         if not _close(together, first, tolerance):
@@ -93,7 +93,7 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
                 )
             alone = padded
         if isinstance(alone, Exception):
-            reason = f"the model fails: {(str(alone).splitlines() or [''])[0]}"
+            reason = f"the model fails: {first_line(alone)}"
         else:
             reason = f"its output differs by up to {_largest_difference(alone, together):.2g}"
         raise InputError(
@@ -120,7 +120,7 @@ def _largest_difference(a: Tensor, b: Tensor) -> float:
 
 
 def _read(output: ModelOutput, returned: object, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return each sample's model output, and the largest absolute value the model gave for it."""
+    """Return each sample's model output, and the largest absolute value that the model returned."""
     outputs = output.read(returned)
     n, labels = len(batch), batch.labels
     rows = rows_in(outputs, n)
@@ -140,12 +140,12 @@ def _close(a: Tensor, b: Tensor | Exception, tolerance: Tensor) -> bool:
 
 
 def _alone(batch: Batch, i: int) -> Batch:
-    """Return sample ``i`` as a batch of one, still padded to the length of the whole batch."""
+    """Return sample ``i`` as a batch of one, padded to the length of the given batch."""
     return batch.mapped(lambda tensor: tensor[i : i + 1])
 
 
 def _likely_layer(model: nn.Module, batch: Batch, allowed: float) -> str:
-    """Return the first layer whose results for sample 0 change if the batch has other samples."""
+    """Return the name of the first layer whose result for sample 0 depends on other samples."""
     alone, failed = _steps(model, _alone(batch, 0))
     if failed is not None:
         return failed
@@ -165,7 +165,7 @@ def _first_difference(steps: Iterable[_Step], others: Iterable[_Step], allowed: 
 
 
 def _steps(model: nn.Module, batch: Batch) -> tuple[list[_Step], str | None]:
-    """Return the arguments and results of modules in calling order, and the module that failed."""
+    """Return the inputs and results of modules in calling order, and the module that failed."""
     steps: list[_Step] = []
     inside: list[str] = []
     with ExitStack() as stack:
@@ -201,8 +201,8 @@ def count_classes(
     """Return the number of classes of the model's output, by calling it with the first sample.
 
     The result is at least 2, or None if labels are not classes. The model must be on ``device``,
-    and the samples may be on another device. An ``InputError`` is raised if the model output of the
-    sample can't be computed.
+    but the samples may be on another device. An ``InputError`` is raised if the model output of
+    the sample can't be computed.
     """
     sample = as_batch(samples, output).rows(slice(0, 1)).mapped(lambda tensor: tensor.to(device))
     with torch.no_grad(), in_evaluation_mode(model):
@@ -218,14 +218,14 @@ def count_classes(
         )
     _notice_unlikely(output, outputs, sample)
     if output.label_ndim is None:
-        # If the output can't be computed, this call raises an error that explains the reason.
+        # If the model output can't be computed, this call raises an error that says why.
         over_samples(output.value, returned, sample.labels)
     elif sample.labels.ndim == 1 + output.label_ndim:
         label = torch.zeros_like(sample.labels[0])
         try:
             shape = tuple(output.value(outputs, label).shape)
         except (RuntimeError, IndexError) as error:
-            shape = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            shape = f"{type(error).__name__}: {first_line(error)}"
         if shape:
             raise InputError(
                 f"The model output must be one number for each sample. Found {shape}. For this "
@@ -237,7 +237,7 @@ def count_classes(
 
 
 def _notice_unlikely(output: ModelOutput, outputs: Any, sample: Batch) -> None:
-    """Print a notice if the model seems to return probabilities, or labels seem to be shifted."""
+    """Print a notice if the model seems to return probabilities, or if labels seem shifted."""
     if any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(outputs)):
         return  # fake tensors have shapes but no values
     is_vector = output.label_ndim == 0 and isinstance(outputs, Tensor) and outputs.numel() > 1
@@ -303,7 +303,7 @@ def check_labels(
         )
     if has_parts:
         # ``label_number`` counts entries only if ``label_ndim`` is known. Otherwise, it may be the
-        # class itself, so that class 0 would look like an empty label.
+        # class itself, and class 0 would be mistaken for an empty label.
         if output.label_ndim is None:
             is_empty = (labels.reshape(len(labels), -1) == IGNORED).all(1)
         else:
@@ -325,10 +325,10 @@ def explain_not_finite(
     samples: Samples,
     sample_ids: Sequence[object],
 ) -> None:
-    """Differentiate samples again, one by one, and raise an error that names gradients with NaN."""
+    """Raise an error that names the samples and parameters whose gradients are not finite."""
     batch = as_batch(samples, output)
-    # A digest consists of products with the gradients. Products of float32 numbers don't overflow
-    # in float64, so a digest has an entry that isn't finite if and only if the gradient has one.
+    # A digest consists of sums of products with gradients. In float64, sums of float32 numbers
+    # don't overflow, so a digest is finite if and only if the gradient is finite.
     digest = Digest.zeros(parameters, len(batch), torch.float64)
     outputs, *_ = gradients_one_by_one(model, parameters, output, batch, digest)
     bad = ~torch.isfinite(outputs)
@@ -355,9 +355,9 @@ class Variety:
     """Count samples whose gradient is zero, and check whether all samples have the same gradient.
 
     Attributes:
-        n_samples: Number of samples so far.
-        n_zero: Number of samples with gradient zero.
-        are_alike: Whether all gradients are equal up to rounding.
+        n_samples: Number of samples that were added.
+        n_zero: Number of these samples whose gradient is zero.
+        are_alike: Whether the gradients of all samples are equal up to rounding.
     """
 
     def __init__(self) -> None:
@@ -366,7 +366,7 @@ class Variety:
         self._first: np.ndarray | None = None
 
     def add(self, rows: np.ndarray) -> None:
-        """Add n samples, given by features or by inner products with all samples, shape (n, k)."""
+        """Add n samples, with features or inner products with all samples as ``rows``, (n, k)."""
         first = rows[0].astype(np.float64) if self._first is None else self._first
         self._first = first
         self.n_samples += len(rows)
@@ -380,8 +380,8 @@ class Variety:
         """Raise an error if the gradients of several samples are all zero. Warn if most are zero.
 
         With ``must_differ``, also raise an error if the gradients of several samples are all equal.
-        Targets are checked without it, because they may contain the same sample twice. ``samples``
-        is the noun for the samples in messages, such as "training samples".
+        This doesn't hold for targets, which may contain the same sample twice. ``samples`` is the
+        noun for the samples in messages, such as "training samples".
         """
         n = self.n_samples
         if n > 1 and self.n_zero == n:

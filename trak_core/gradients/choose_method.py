@@ -1,4 +1,4 @@
-"""Choose how to compute a model's per-sample gradients, by a comparison on two samples."""
+"""Choose how to compute a model's per-sample gradients, by a comparison with autograd."""
 
 import copy
 import math
@@ -7,7 +7,7 @@ from collections import Counter
 import torch
 from torch import nn
 
-from trak_core.errors import InputError, is_out_of_memory
+from trak_core.errors import InputError, first_line, is_out_of_memory
 from trak_core.gradients.differentiable_model import (
     check_graph,
     differentiating,
@@ -33,14 +33,14 @@ from trak_core.gradients.one_pass import plan_of
 from trak_core.model_outputs.model_output import ModelOutput, over_samples
 from trak_core.runtime.progress import print_line
 
-# Below this number of parameters, plain autograd for each sample is rarely slower than
+# For models with fewer parameters, ``gradients_one_by_one`` is rarely slower than
 # ``gradients_in_turn`` (RESULTS.md, "Ways to gradients"), because gradients fit into CPU caches.
 _LEAST_PARAMETERS = 8_000_000
-# From float32 to float64, rounding errors shrink by about the ratio of the two machine epsilons. A
-# difference counts as a rounding error if it shrinks by at least this ratio divided by ``_FAR``.
-_FAR = 10
+# If two methods differ because of rounding, the difference in float64 is smaller than in float32 by
+# about the ratio of the machine epsilons. This factor is the allowed deviation from that ratio.
+_SLACK = 10
 
-_Given = tuple[nn.Module, dict[str, nn.Parameter], ModelOutput, Batch]
+_Arguments = tuple[nn.Module, dict[str, nn.Parameter], ModelOutput, Batch]
 
 
 def gradient_method(
@@ -51,7 +51,7 @@ def gradient_method(
     *,
     reads_terms: bool = False,
 ) -> GradientMethod:
-    """Return the method that ``choose_method`` returns, and print its notice if there is one."""
+    """Return the result of ``choose_method`` without its notice, which is printed."""
     method, notice = choose_method(model, parameters, output, samples, reads_terms=reads_terms)
     if notice is not None:
         print_line(f"Notice: {notice}")
@@ -68,29 +68,29 @@ def choose_method(
 ) -> tuple[GradientMethod, str | None]:
     """Choose the fastest method whose gradients of the first two samples equal those of autograd.
 
-    ``reads_terms`` says whether the consumer of the gradients reads the terms of single tokens.
-    Plain autograd doesn't compute these terms.
+    ``reads_terms`` says whether the consumer of the gradients reads the terms of single tokens,
+    whose sum is a gradient. Plain autograd doesn't compute these terms.
 
     Returns:
-        The method, and a notice that explains the choice, or None. Usually, the method is
-        ``gradients_at_once``. It is ``gradients_in_turn`` if there is only one sample, or if an
-        operation mixes samples. It is ``gradients_one_by_one``, which calls autograd for each
-        sample, in three cases: the graph can't be read, the other methods' gradients differ by more
-        than rounding errors, or an operation mixes samples in a small model whose consumer doesn't
-        read terms.
+        The method, and either a notice for the user that explains the choice, or None. Usually, the
+        method is ``gradients_at_once``. It is ``gradients_in_turn`` if there is only one sample, or
+        if an operation mixes samples. It is ``gradients_one_by_one``, which calls autograd for each
+        sample, in three cases: the graph can't be read, the gradients of the other method differ by
+        more than rounding errors, or an operation mixes samples in a small model and
+        ``reads_terms`` is False.
     """
     pair = as_batch(samples, output).rows(slice(0, 2))
-    given = model, parameters, output, pair
+    arguments = model, parameters, output, pair
     hidden, difference, is_right, method = None, None, True, gradients_in_turn
     is_small = n_params(parameters) < _LEAST_PARAMETERS and not reads_terms
     try:
-        hidden = _mixing_operations(*given) if len(pair) > 1 else None
+        hidden = _mixing_operations(*arguments) if len(pair) > 1 else None
         if len(pair) > 1 and hidden is None:
             method = gradients_at_once
         elif hidden is not None and is_small:
             method = gradients_one_by_one
         if method is not gradients_one_by_one:
-            is_right, difference = _compare(given, method)
+            is_right, difference = _compare(arguments, method)
     except InputError:
         raise
     except UnreadableGraphError as error:
@@ -111,20 +111,20 @@ def choose_method(
     )
 
 
-def _compare(given: _Given, method: GradientMethod) -> tuple[bool, str | None]:
-    """Return whether a method agrees with autograd up to rounding, and describe the difference.
+def _compare(arguments: _Arguments, method: GradientMethod) -> tuple[bool, str | None]:
+    """Return whether a method's gradients equal autograd's, and a description of the difference.
 
-    In float32, rounding may change the sign of a ReLU's input, so that gradients differ much
-    although both methods are correct. A large difference is therefore computed again in float64. If
-    rounding is the cause, the difference shrinks by the ratio of the two machine epsilons. If a
-    formula is wrong, or loses digits by cancellation, it shrinks less. The description is None if
-    there is no large difference.
+    The gradients may differ by rounding errors. In float32, rounding can change the sign of a
+    ReLU's input, so that gradients differ much although both methods are correct. Therefore, a
+    large difference is computed again in float64. If rounding is the cause, the difference is
+    smaller by the ratio of the two machine epsilons. If a formula is wrong, or loses digits by
+    cancellation, the ratio is smaller. Without a large difference, the description is None.
     """
-    model, *_, pair = given
-    plain, allowed = _digest(given, gradients_one_by_one), least_rounding(model)
+    model, *_, pair = arguments
+    plain, allowed = _digest(arguments, gradients_one_by_one), least_rounding(model)
     for n in range(len(pair), 0, -1):
-        first = *given[:3], pair.rows(slice(0, n))
-        apart, name = _digest(first, method).difference(plain.of(slice(0, n)))
+        first = *arguments[:3], pair.rows(slice(0, n))
+        apart, name = _digest(first, method).difference(plain.for_samples(slice(0, n)))
         if apart > allowed:
             with torch.no_grad(), in_evaluation_mode(model):
                 _, allowed = call_with_rounding(model, pair)
@@ -139,15 +139,15 @@ def _compare(given: _Given, method: GradientMethod) -> tuple[bool, str | None]:
             return False, f"{said}; the comparison in float64 failed ({_in_short(error)})"
         said = f"{said}, and in float64 by {exact:.1g}"
         eps = torch.finfo(torch.float64).eps
-        if exact <= min(eps * apart / least_rounding(model) ** 2 / _FAR, math.sqrt(eps)):
+        if exact <= min(eps * apart / least_rounding(model) ** 2 / _SLACK, math.sqrt(eps)):
             return True, f"{said}, so that rounding is the cause"
         return False, f"{said}, in {exact_name}"
     return True, None
 
 
-def _difference_in_float64(given: _Given, method: GradientMethod) -> tuple[float, str]:
-    """Return the largest difference from autograd in float64, and the name of its parameter."""
-    model, parameters, output, pair = given
+def _difference_in_float64(arguments: _Arguments, method: GradientMethod) -> tuple[float, str]:
+    """Return a method's largest difference from autograd in float64, and the parameter's name."""
+    model, parameters, output, pair = arguments
     copies: dict[int, nn.Parameter] = {}
     double = copy.deepcopy(model, copies).double()
     chosen = {name: copies[id(parameter)] for name, parameter in parameters.items()}
@@ -156,16 +156,16 @@ def _difference_in_float64(given: _Given, method: GradientMethod) -> tuple[float
     return _digest(exact, method).difference(_digest(exact, gradients_one_by_one))
 
 
-def _digest(given: _Given, method: GradientMethod) -> Digest:
-    _, parameters, _, pair = given
+def _digest(arguments: _Arguments, method: GradientMethod) -> Digest:
+    _, parameters, _, pair = arguments
     digest = Digest.zeros(parameters, len(pair))
     strict = {} if method is gradients_one_by_one else {"must": True}
-    method(*given, digest, **strict)
+    method(*arguments, digest, **strict)
     return digest
 
 
 def _in_short(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    return f"{type(error).__name__}: {first_line(error)[:200]}"
 
 
 def _mixing_operations(
@@ -173,11 +173,11 @@ def _mixing_operations(
 ) -> str | None:
     """Return a phrase that names the operations that mix samples, or None if there are none.
 
-    Per-sample gradients are formed for tensors that depend on parameters alone, and for inputs of
-    operations that mix samples. A batch of three samples differs from a batch of two only in the
-    number or shapes of the latter, so the comparison of two such batches reveals these operations.
+    Per-sample gradients are stored for tensors that depend on parameters alone, and for inputs of
+    operations that mix samples. Only the second kind differs in number or shape between a batch of
+    two samples and a batch of three. The operations are those for which the two batches differ.
     """
-    arrivals: list[Counter[tuple[str, tuple[int, ...]]]] = []
+    formed: list[Counter[tuple[str, tuple[int, ...]]]] = []
     for n in (2, 3):
         batch = pair.rows(torch.arange(n) % 2)
         with differentiating(model, parameters.values()):
@@ -185,8 +185,8 @@ def _mixing_operations(
             values = over_samples(output.value, outputs, batch.labels)
         check_graph(values)
         plan = plan_of(values, list(parameters.values()), 0)
-        arrivals.append(Counter(plan.arrivals()))
+        formed.append(Counter(plan.formed_inputs()))
         del outputs, values, plan  # free the graph
-    two, three = arrivals
+    two, three = formed
     names = dict.fromkeys(name for name, _ in [*(two - three), *(three - two)])
     return f"cannot tell samples apart in these operations: {', '.join(names)}" if names else None

@@ -18,12 +18,13 @@ from trak_core.gradients.gradient_terms import (
     prefers_inner_products,
 )
 
-# With at least this number of input channels, one matrix product for each position in the kernel is
-# faster than copying the image patches under the kernel.
-_BY_PLACE_CHANNELS = 8
-# With at least this number of input channels, torch's convolution kernel forms gradients faster.
-_BY_LIBRARY_CHANNELS = 4
-# The gradient of a convolution's weight, for kernels of 1, 2 and 3 dimensions.
+# With at least this number of input channels, one matrix product for each position in the kernel
+# takes less time than a product with copies of the image patches under the kernel.
+_CHANNELS_BY_POSITION = 8
+# With at least this number of input channels, torch's convolutions take less time than matrix
+# products with image patches.
+_CHANNELS_BY_TORCH = 4
+# torch's functions for the gradient of a convolution's weight, in 1, 2 and 3 dimensions.
 _WEIGHT_GRADIENTS: list[Callable[..., Tensor]] = [conv1d_weight, conv2d_weight, conv3d_weight]
 
 
@@ -36,10 +37,10 @@ class Patches(Contribution):
 
         dW_i[o, c, k] = sum_t delta_t[o] x_{s t + d k}[c]    (stride s, dilation d)
 
-    for output channel o, input channel c and kernel position k. Patches overlap, so that all of
-    them would take much more memory than x. They are formed for some channels c at a time, or read
-    from the shifted x for one position k at a time. This differs from autograd, whose kernel also
-    sums over the samples i. ``gradients`` is delta, shape (C, B, V, outputs, *output size).
+    for output channel o, input channel c and kernel position k. Patches overlap, so that all
+    patches together would take much more memory than x. They are copied for some channels c at a
+    time, or read from the shifted x for one position k at a time. Autograd's formula also sums over
+    the samples i. ``gradients`` is delta, shape (C, B, V, outputs, *output size).
     """
 
     images: Tensor  # x, shape (B, V, inputs, *size), with V images for each sample
@@ -57,18 +58,18 @@ class Patches(Contribution):
     def add_to(self, gramian: Tensor) -> None:
         c, b, v, outputs = self.gradients.shape[:4]
         inputs, window = self.images.shape[2] // self.groups, math.prod(self.kernel)
-        places = v * math.prod(self.gradients.shape[4:])
+        n_pixels = v * math.prod(self.gradients.shape[4:])
         outputs //= self.groups
-        if prefers_inner_products(c * b, places, inputs * window, outputs):
+        if prefers_inner_products(c * b, n_pixels, inputs * window, outputs):
             for group in range(self.groups):
                 patches = self._patches(group, slice(0, inputs)).transpose(-1, -2)
                 gradients = self._gradients_of(group).transpose(-1, -2)
                 Outer(gradients, patches, is_transposed=True).add_to(gramian)
-        elif v == 1 and inputs >= _BY_PLACE_CHANNELS:
-            for rows in self._by_place():
+        elif v == 1 and inputs >= _CHANNELS_BY_POSITION:
+            for rows in self._by_kernel_position():
                 add_product(gramian, rows)
         else:
-            each = b * window * max(places, c * outputs)
+            each = b * window * max(n_pixels, c * outputs)
             for group in range(self.groups):
                 gradients = self._gradients_of(group)
                 for part in pieces(inputs, each, gramian.device):
@@ -80,8 +81,8 @@ class Patches(Contribution):
         inputs = self.images.shape[2] // self.groups
         c, _, v, outputs = self.gradients.shape[:4]
         is_cut = self.groups > 1 and last - first < outputs
-        if c == v == 1 and inputs >= _BY_LIBRARY_CHANNELS and not is_cut:
-            return self._by_library(first, last)
+        if c == v == 1 and inputs >= _CHANNELS_BY_TORCH and not is_cut:
+            return self._by_torch(first, last)
         each = self.gradients.shape[3] // self.groups
         parts = []
         for group in range(first // each, -(-last // each)):
@@ -90,11 +91,11 @@ class Patches(Contribution):
             parts.append(self._gradients_of(group)[:, :, own] @ patches)
         return torch.cat(parts, dim=2).flatten(0, 1).flatten(1)
 
-    def _by_library(self, first: int, last: int) -> Tensor:
-        """Return gradients with respect to output channels first, ..., last - 1, by torch's kernel.
+    def _by_torch(self, first: int, last: int) -> Tensor:
+        """Return the gradients for output channels first, ..., last - 1, by ``torch.nn.grad``.
 
-        torch's kernel sums over samples, but not over groups. Therefore, the B samples are read as
-        the channels of one image, in a convolution with B * ``groups`` groups.
+        Its functions sum over samples, but not over groups. Therefore, the B samples are passed as
+        the channels of one image, in a convolution with B x ``groups`` groups.
         """
         gradients, images = self.gradients[0, :, 0, first:last], self.images[:, 0]
         n_samples, outputs = gradients.shape[:2]
@@ -105,13 +106,13 @@ class Patches(Contribution):
         return grouped.reshape(n_samples, -1)
 
     def _gradients_of(self, group: int) -> Tensor:
-        """Return the output gradients of one group, shape (C, B, outputs / groups, V x pixels)."""
+        """Return delta for one group of channels, shape (C, B, outputs / groups, V x pixels)."""
         n = self.gradients.shape[3] // self.groups
         part = self.gradients[:, :, :, group * n : (group + 1) * n].flatten(4)
         return part.transpose(2, 3).flatten(3)
 
     def _patches(self, group: int, part: slice) -> Tensor:
-        """Return patches of some input channels, shape (B, channels x window, V x pixels)."""
+        """Return the patches of some channels of a group, (B, channels x window, V x pixels)."""
         first = group * (self.images.shape[2] // self.groups)
         images = self.images[:, :, first + part.start : first + part.stop]
         images = F.pad(images, [n for size in self.padding[::-1] for n in (size, size)])
@@ -125,13 +126,13 @@ class Patches(Contribution):
         flat = windows.reshape(b, v, -1, math.prod(sizes))
         return flat.transpose(1, 2).flatten(2)
 
-    def _by_place(self) -> Iterator[Tensor]:
+    def _by_kernel_position(self) -> Iterator[Tensor]:
         """Yield the gradients of the weights at each kernel position, shape (rows, entries).
 
-        The output gradients are padded to the input's width. Then both images have the same layout
-        in memory, so that the input shifted to a kernel position is a slice of the flattened input.
-        With a stride s, the input is split into s interleaved images (phases). Kernel position k
-        reads phase k mod s.
+        The output gradients are padded to the input's width. Both images then have the same layout
+        in memory, so that the input, shifted to a kernel position, is a slice of the flattened
+        input. For a stride s, the input is split into s interleaved images, the phases. Kernel
+        position k reads phase k mod s.
         """
         c, b, _, outputs = self.gradients.shape[:4]
         phases = self._phases()
@@ -145,8 +146,8 @@ class Patches(Contribution):
         length = 1 + sum(step * (size - 1) for step, size in zip(steps, sizes, strict=True))
         gradients = gradients[..., :length]
         n_outputs, n_inputs = outputs // self.groups, self.images.shape[2] // self.groups
-        for place in itertools.product(*map(range, self.kernel)):
-            moves = [at * d for at, d in zip(place, self.dilation, strict=True)]
+        for position in itertools.product(*map(range, self.kernel)):
+            moves = [at * d for at, d in zip(position, self.dilation, strict=True)]
             phase = tuple(move % s for move, s in zip(moves, self.stride, strict=True))
             start = sum(
                 move // s * step for move, s, step in zip(moves, self.stride, steps, strict=True)
@@ -160,7 +161,7 @@ class Patches(Contribution):
                     yield torch.bmm(own, inputs.repeat(c, 1, 1) if c > 1 else inputs).flatten(1)
 
     def _phases(self) -> Tensor:
-        """Return the padded images, split by stride: (*stride, B, inputs, *size / stride)."""
+        """Return the padded input, split by stride, shape (*stride, B, inputs, *size / stride)."""
         images = self.images[:, 0]
         margins = [
             (pad, pad + -(size + 2 * pad) % step)

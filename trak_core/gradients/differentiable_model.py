@@ -1,7 +1,7 @@
-"""Select the parameters to differentiate, and prepare a model and autograd.
+"""Select the parameters to differentiate, and prepare a model for differentiation.
 
-Some kernels and settings of torch, and caches of models, are switched off. With them, gradients
-would be wrong, or autograd's graph could not be read.
+Features of torch and caches of models are switched off if they would make gradients wrong, or
+autograd's graph unreadable.
 """
 
 import contextlib
@@ -26,8 +26,8 @@ from trak_core.gradients.graph import Node, nodes_below, strides
 def in_evaluation_mode(model: nn.Module) -> Generator[None, None, None]:
     """Run with the model in evaluation mode, and restore each module's mode afterwards.
 
-    The features in ``plain_layers`` are switched off. So are the inference kernels of torch's
-    transformer layers, because they build no graph. Caches of tensors that are computed from
+    The features that ``plain_layers`` replaces are switched off, and so are the inference kernels
+    of torch's transformer layers, which build no graph. Caches of tensors that are computed from
     parameters are emptied.
     """
     modules = list(model.modules())
@@ -51,8 +51,8 @@ def _empty_caches(modules: Iterable[nn.Module]) -> None:
     """Empty caches that modules keep in evaluation mode, by switching to training mode and back.
 
     LeViT, TinyViT and EfficientFormer of timm cache biases that are computed from parameters. A
-    cached bias has no graph, or a freed graph, so the parameter's gradient would be 0. Only modules
-    that override ``train`` are switched, because their ``train`` empties the cache.
+    cached bias has no graph, or a freed graph, so the parameter's gradient would be 0. Modules with
+    such a cache override ``train`` to empty it, so only modules that do are switched.
     """
     for module in modules:
         if type(module).train is not nn.Module.train and any(
@@ -64,7 +64,7 @@ def _empty_caches(modules: Iterable[nn.Module]) -> None:
 
 @contextlib.contextmanager
 def graph_to(model: nn.Module, parameters: Iterable[nn.Parameter]) -> Generator[None, None, None]:
-    """Run with gradients enabled for ``parameters`` only, so that less is saved for others."""
+    """Run with gradients enabled for ``parameters`` only, so that autograd saves fewer tensors."""
     chosen = {id(parameter) for parameter in parameters}
     others = [p for p in model.parameters() if p.requires_grad and id(p) not in chosen]
     try:
@@ -87,7 +87,7 @@ def differentiating(
 
 
 def check_graph(values: Tensor) -> None:
-    """Raise an error for a model output that depends on no parameter."""
+    """Raise an error if the model outputs ``values`` depend on no parameter."""
     if not values.requires_grad:
         raise InputError(
             "The model output must depend on at least one of the parameters to differentiate. It "
@@ -101,10 +101,10 @@ def select_parameters(model: nn.Module, patterns: Sequence[str] | None) -> dict[
     """Return the parameters to differentiate, in ``named_parameters`` order.
 
     Patterns are shell-style (``layer4.*``) and must match full names. A pattern selects the
-    matching parameters that have ``requires_grad``. For example, if only adapters are trained,
-    ``*layers.0.*`` selects the adapter of layer 0. If all matching parameters are frozen, the
-    pattern selects them, and their ``requires_grad`` is set. If ``patterns`` is None, all
-    parameters with ``requires_grad`` are selected.
+    matching parameters with ``requires_grad``. For example, if only adapters are trained,
+    ``*layers.0.*`` selects the adapter of layer 0. If all matching parameters are frozen, all of
+    them are selected, and their ``requires_grad`` is set. Without patterns, all parameters with
+    ``requires_grad`` are selected.
 
     Raises:
         InputError: If a pattern matches no parameter, if nothing is selected, if a parameter is not
@@ -114,8 +114,8 @@ def select_parameters(model: nn.Module, patterns: Sequence[str] | None) -> dict[
     lazy = [name for name, tensor in tensors if is_lazy(tensor)]
     if lazy:
         raise InputError(
-            "All parameters must have shapes when make_model() returns the model. These have no "
-            f"shape yet: {listed(lazy)}. Call lazy modules on a sample in make_model().",
+            "All parameters must have shapes when make_model() returns the model. These parameters "
+            f"have no shape yet: {listed(lazy)}. Call lazy modules on a sample in make_model().",
             code="gradients.lazy_parameter",
         )
     named = dict(model.named_parameters())
@@ -136,7 +136,7 @@ def select_parameters(model: nn.Module, patterns: Sequence[str] | None) -> dict[
     if wrong:
         raise InputError(
             "Parameters that are differentiated must be real floating-point numbers. Found "
-            f"{listed(wrong)}. Exclude these from `parameters`, or load the model without "
+            f"{listed(wrong)}. Exclude them from `parameters`, or load the model without "
             "quantization. For a complex parameter w, store `torch.view_as_real(w)` in the model "
             "and in checkpoints, and call `torch.view_as_complex` in forward.",
             code="gradients.parameter_dtype",
@@ -185,8 +185,9 @@ def plain_layers() -> Generator[None, None, None]:
 
     The model's output doesn't change. Embeddings get dense gradients without
     ``scale_grad_by_freq``, which would scale a sample's gradient by counts over the batch.
-    ``torch.utils.checkpoint`` calls its function directly, because activations that it recomputes
-    can be read only once. Compiled code runs eagerly, because its graph has no single operations.
+    ``torch.utils.checkpoint`` calls the checkpointed function directly, because recomputed
+    activations can be read only once. Compiled code runs eagerly, because the graph of a compiled
+    function hides the operations inside the function.
     """
     embedding, embedding_bag = torch.embedding, torch.embedding_bag
 
@@ -199,7 +200,7 @@ def plain_layers() -> Generator[None, None, None]:
         return embedding_bag(weight, indices, offsets, False, mode, False, *others, **named)
 
     def do_nothing(*_: Any, **__: Any) -> Generator[None, None, None]:
-        """Stand in for the code that torch runs before and after a checkpointed function."""
+        """Replace the code that torch runs before and after a checkpointed function."""
         yield
 
     direct_call = SimpleNamespace(apply=lambda function, _, *arguments: function(*arguments))
@@ -208,8 +209,8 @@ def plain_layers() -> Generator[None, None, None]:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         _replace(stack, torch, "embedding", plain_embedding)
         _replace(stack, torch, "embedding_bag", plain_embedding_bag)
-        # ``checkpoint`` itself is not replaced, because users may have imported it by name. It
-        # looks up the following names at each call.
+        # Users may have imported the function ``checkpoint`` by name, so the names that this
+        # function looks up at each call are replaced instead.
         _replace(stack, checkpoint, "CheckpointFunction", direct_call)
         for end in ("", "_impl"):  # the names before and since torch 2.15
             if hasattr(checkpoint, name := f"_checkpoint_without_reentrant_generator{end}"):
@@ -226,16 +227,16 @@ def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
 def memory_formats_kept_apart(values: Tensor) -> Generator[None, None, None]:
     """Avoid wrong gradients of torch's BatchNorm in backward passes from ``values``.
 
-    torch's CPU kernel reads gradient and input in memory order if both are dense and their strides
-    suggest the same memory format. A dimension of size 1, such as the batch dimension of one
-    sample, may have any stride, so a channels-last gradient can look channels-first. Gradients with
-    respect to the layer's input are then wrong, without an error. Hooks on the graph give such
-    gradients a gap in memory, so that torch uses a kernel that respects strides. Other gradients
-    are unchanged, bit for bit. InstanceNorm is affected too, because torch computes it as a
-    BatchNorm of one sample.
+    torch's CPU kernel reads the output gradient and the input in memory order if both are dense and
+    their strides suggest the same memory format. A dimension of size 1, such as the batch dimension
+    of one sample, may have any stride, so a channels-last gradient can look channels-first. torch
+    then computes wrong gradients with respect to the layer's input, without an error. Hooks on the
+    graph give such gradients a gap in memory, so that torch uses a kernel that respects strides.
+    All other gradients are unchanged, bit for bit. InstanceNorm is affected too, because torch
+    computes it as a BatchNorm of one sample.
     """
-    # The hooks are removed at the end, because a hook and its node refer to each other and would
-    # stay in memory.
+    # A hook and the node that it belongs to refer to each other. Both would stay in memory if the
+    # hooks were not removed at the end.
     with ExitStack() as hooks:
         for node in nodes_below(values.grad_fn) if values.grad_fn is not None else []:
             if node.name() == "NativeBatchNormBackward0":
@@ -245,26 +246,25 @@ def memory_formats_kept_apart(values: Tensor) -> Generator[None, None, None]:
 
 def _with_gap(node: Node, gradients: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
     gradient, *others = gradients
-    # The raw tensor is read without unpacking it, because a saved tensor that is recomputed can be
-    # unpacked only once.
+    # The saved tensor is read without unpacking, because a recomputed tensor can be unpacked only
+    # once, and BatchNorm will do so.
     if 1 not in gradient.shape or not _may_be_confused(gradient, node._raw_saved_input.data):
         return None
     return (torch.nn.functional.pad(gradient, (0, 1))[..., :-1], *others)
 
 
 def _may_be_confused(gradient: Tensor, saved: object) -> bool:
-    first, last = _dense_formats(gradient)
+    formats = _dense_formats(gradient)
     if not isinstance(saved, Tensor):
-        return first != last
-    saved_first, saved_last = _dense_formats(saved)
-    differ = not ((first and saved_first) or (last and saved_last))
-    return differ and (first or last) and (saved_first or saved_last)
+        return len(formats) == 1
+    others = _dense_formats(saved)
+    return bool(formats and others) and formats.isdisjoint(others)
 
 
-def _dense_formats(tensor: Tensor) -> tuple[bool, bool]:
-    """Return whether a tensor is dense in channels-first order, and in channels-last order.
+def _dense_formats(tensor: Tensor) -> set[str]:
+    """Return the memory formats, "first" and "last" for the channels, in which a tensor is dense.
 
-    ``Tensor.is_contiguous`` returns the same, but not under vmap.
+    ``Tensor.is_contiguous`` tests the same, but not under vmap.
     """
 
     def is_dense(order: Sequence[int]) -> bool:
@@ -273,4 +273,5 @@ def _dense_formats(tensor: Tensor) -> tuple[bool, bool]:
         return [tensor.stride(dim) for dim in dims] == expected
 
     dims = range(tensor.ndim)
-    return is_dense(dims), tensor.ndim > 3 and is_dense([0, *dims[2:], 1])
+    orders = {"first": [*dims]} | ({"last": [0, *dims[2:], 1]} if tensor.ndim > 3 else {})
+    return {name for name, order in orders.items() if is_dense(order)}

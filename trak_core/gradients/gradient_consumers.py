@@ -1,4 +1,4 @@
-"""Consumers of per-sample gradients, which store all entries or a digest."""
+"""Consumers of per-sample gradients that store whole gradients or products with random vectors."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from trak_core.gradients.gradient_terms import Consumer, Contribution, summed_pa
 
 
 class _Rows(Consumer):
-    """A consumer with one total per parameter, which stays 0 if the output doesn't depend on it."""
+    """A consumer with a tensor of results, zero at first, for each parameter."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], totals: Sequence[Tensor]):
         self._names = list(parameters)
@@ -20,7 +20,7 @@ class _Rows(Consumer):
 
     @property
     def rows(self) -> dict[str, Tensor]:
-        """The totals by parameter name, shape (batch, ...) each."""
+        """The results by parameter name, shape (batch, ...) each."""
         return dict(zip(self._names, self.totals, strict=True))
 
 
@@ -33,7 +33,7 @@ class Formed(_Rows):
 
     @classmethod
     def adding_to(cls, rows: Tensor, parameters: Mapping[str, nn.Parameter]) -> Self:
-        """Return a consumer that adds gradients to ``rows``, shape (batch, parameters' entries)."""
+        """Return a consumer that adds whole gradients to ``rows``, shape (batch, p)."""
         return cls(parameters, rows.split([p.numel() for p in parameters.values()], dim=1))
 
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
@@ -45,10 +45,10 @@ class Formed(_Rows):
 class Digest(_Rows):
     """A consumer that stores products of gradients and random vectors, to compare two methods.
 
-    Let G_i be sample i's gradient with respect to a parameter, as a matrix: all dimensions except
+    Let the matrix G_i be sample i's gradient with respect to a parameter, whose dimensions after
     the first are flattened. The vector v has standard normal entries, which are the same in every
-    digest. The products G_i v, shape (batch, rows of G_i), need far less memory than the gradients,
-    but almost surely differ if the gradients differ.
+    digest. The products G_i v, shape (batch, rows of G_i), need far less memory than the gradients.
+    If gradients differ, these products almost surely differ too.
     """
 
     @classmethod
@@ -79,7 +79,7 @@ class Digest(_Rows):
             total[:, first // width : first // width + rows.shape[1]] += rows
 
     def difference(self, other: Self) -> tuple[float, str]:
-        """Return the largest difference from ``other``, and the parameter where it was found.
+        """Return the largest difference from another digest, and the name of its parameter.
 
         The difference is relative to the largest entry of ``other``. It is infinity if an entry is
         finite only in ``other``, and NaN if an entry is finite in neither digest.

@@ -1,8 +1,8 @@
 """Compute the contribution of each operation to the per-sample gradients of its parameters.
 
 Let delta = df/dy be the gradient of the model output f with respect to an operation's output y. Let
-x be the input that the operation has saved, and let t run over the positions of sample i (tokens,
-pixels, or a single position). The gradients of sample i are:
+x be the input that the operation has saved, and let t run over the positions of sample i, such as
+tokens or pixels. The gradients of sample i are:
 
     y = W x + b        dW_i = sum_t delta_t x_t^T,   db_i = sum_t delta_t
     convolution        the same formulas; x_t is the patch of the image under the kernel at pixel t
@@ -28,17 +28,17 @@ from trak_core.gradients.gradient_terms import Contribution, Dense, Lookup, Oute
 from trak_core.gradients.graph import Edge, Layout, locate, name_of, shape_of
 from trak_core.gradients.margins_in_pieces import head_factors
 
-# Number of entries that a CPU multiplies and sums at a time. So many fit into a core's cache, which
-# makes the sum faster than with products of all samples in main memory.
+# Number of entries that a CPU multiplies and sums at a time. The products fit into a core's cache,
+# which is faster than main memory.
 _CACHED = 2**18
 
 
 class Use(NamedTuple):
-    """The use of a tensor that samples share, such as a weight, as an input of an operation.
+    """An operation's use of a tensor that all samples share, such as a weight, as an input.
 
-    ``gradient`` has shape (C, *shape of the operation's output). It is the gradient of C values for
-    each sample with respect to the output. Samples lie along the output's dimension ``dim``, with
-    ``width`` consecutive indices for each sample.
+    ``gradient``, shape (C, *shape), has the gradients of C values for each sample with respect to
+    the operation's output. The samples lie along dimension ``dim`` of this output, with ``width``
+    consecutive indices for each sample.
     """
 
     edge: Edge
@@ -56,14 +56,15 @@ class Use(NamedTuple):
         return shape_of(self.edge.node, self.edge.number)
 
     def by_sample(self, tensor: Tensor, dim: int, lead: int) -> Tensor:
-        """Split a tensor along the output's dimension ``dim`` into the B samples.
+        """Split the dimension along which the B samples lie into samples and their indices.
 
-        The tensor has the output's dimensions after ``lead`` other dimensions.
+        ``tensor`` has ``lead`` other dimensions, followed by dimensions of the operation's output.
+        The samples lie along dimension ``dim`` of this output.
 
         Returns:
             The tensor with a new dimension of size B after the first ``lead`` dimensions. Dimension
-            ``dim`` then has the indices of one sample. If samples have different numbers of
-            indices, it is padded with zeros.
+            ``dim`` of the output then has the indices of one sample. If samples have different
+            numbers of indices, the tensor is padded with zeros.
         """
         if self.layout.n_samples == 1:
             return tensor.unsqueeze(lead)
@@ -75,7 +76,7 @@ class Use(NamedTuple):
         cut = tensor.unflatten(at, (size, self.layout.period, self.width))
         if self.layout.owners is None:
             return cut.movedim(at + 1, lead).flatten(at + 1, at + 2)
-        indices = own_indices(self.layout.owners, self.layout.n_samples).to(tensor.device)
+        indices = indices_of_samples(self.layout.owners, self.layout.n_samples).to(tensor.device)
         is_own = (indices >= 0).view(-1, *(1 for _ in cut.shape[at + 2 :]))
         own = cut.index_select(at + 1, indices.clamp(min=0).flatten())
         own = torch.where(is_own, own, 0).unflatten(at + 1, indices.shape)
@@ -88,8 +89,8 @@ class Use(NamedTuple):
         return self.by_sample(self.gradient, self.dim, 1)  # (C, B, *shape of a sample's output)
 
 
-def own_indices(owners: Tensor, n_samples: int) -> Tensor:
-    """Return the indices where ``owners`` is i, for each sample i, padded with -1 to one length."""
+def indices_of_samples(owners: Tensor, n_samples: int) -> Tensor:
+    """Return, in row i, the indices at which ``owners`` is i. Shorter rows are padded with -1."""
     order = torch.argsort(owners, stable=True)
     order = order[owners[order] >= 0]
     counts = torch.bincount(owners[order], minlength=n_samples)
@@ -99,32 +100,36 @@ def own_indices(owners: Tensor, n_samples: int) -> Tensor:
     return indices
 
 
-def has_form(edge: Edge) -> bool:
-    """Return whether there is a formula for the edge's operation, even if it may not apply."""
-    return name_of(edge.user) in _FORMS
+def has_formula(edge: Edge) -> bool:
+    """Return whether there is a formula for the edge's operation, which may still not apply."""
+    return name_of(edge.user) in _FORMULAS
 
 
 def closed_forms(
     edges: Sequence[Edge], gradients: dict[int, Tensor], layouts: dict[int, Layout]
 ) -> Iterator[Contribution | None]:
-    """Yield the per-sample gradients at each edge of an operation, or None if there is no formula.
+    """Yield the per-sample gradients at each edge of an operation, or None if no formula applies.
 
-    ``edges`` lead to inputs that samples share. ``gradients`` and ``layouts`` have, for each output
-    of the operation by number, the gradients with respect to this output, shape (C, *shape), and
-    its layout. The formulas hold for real numbers only.
+    ``edges`` lead from the operation to inputs that samples share. ``gradients`` and ``layouts``
+    map the number of each output to the gradients with respect to this output, shape (C, *shape),
+    and to the output's layout. The formulas hold for real numbers only.
     """
-    user, make, place = edges[0].user, _FORMS.get(name_of(edges[0].user)), None
-    if make and gradients.keys() == {0} and not gradients[0].is_complex():
-        place = locate(shape_of(user, 0), layouts[0])
+    user, formula, position = edges[0].user, _FORMULAS.get(name_of(edges[0].user)), None
+    if formula and gradients.keys() == {0} and not gradients[0].is_complex():
+        position = locate(shape_of(user, 0), layouts[0])
     for edge in edges:
-        form = make(Use(edge, gradients[0], *place, layouts[0])) if make and place else None
-        if form is not None and layouts[0].owners is not None:
-            form = replace(form, has_ranks=True)
-        yield form
+        use = Use(edge, gradients[0], *position, layouts[0]) if position else None
+        contribution = formula(use) if formula and use else None
+        if contribution is not None and layouts[0].owners is not None:
+            contribution = replace(contribution, has_ranks=True)
+        yield contribution
 
 
 def _summed(use: Use, gradient: Tensor) -> Contribution | None:
-    """Return gradients summed over positions, or None if samples lie along an input dimension."""
+    """Return ``gradient``, summed over the dimensions along which the input was broadcast.
+
+    Return None if samples lie along another dimension.
+    """
     shape = use.input_shape
     dim = use.dim - (gradient.ndim - 1) + len(shape)
     if dim >= 0 and shape[dim] != 1 and use.layout.n_samples > 1:
@@ -178,7 +183,7 @@ def _matrix_product(use: Use) -> Contribution | None:
 
 
 def _grouped_product(use: Use) -> Contribution | None:
-    """Return the gradients of the experts' weights W_g in Y[rows of g] = X[rows of g] W_g."""
+    """Return the gradients of the weights W_g of experts g in Y[rows of g] = X[rows of g] W_g."""
     # dW_{g,i} = sum_t x_t delta_t^T, where t runs over the rows of expert g and sample i.
     inputs = use.saved("self")
     if use.edge.index != 1 or inputs.ndim != 2 or not use.is_along(0):
@@ -187,7 +192,7 @@ def _grouped_product(use: Use) -> Contribution | None:
     formed = use.gradient.new_zeros(len(use.gradient), n_samples, *use.input_shape)
     owners = torch.zeros(len(inputs))
     if n_samples > 1:
-        owners = use.layout.of_blocks(use.gradient.shape[2], len(inputs))
+        owners = use.layout.owners_of_blocks(use.gradient.shape[2], len(inputs))
     for sample in range(n_samples):
         for group, (start, end) in enumerate(itertools.pairwise([0, *ends])):
             own = (start + (owners[start:end] == sample).nonzero().flatten()).to(inputs.device)
@@ -203,8 +208,8 @@ def _convolved(use: Use) -> Contribution | None:
         return Dense(use.gradient_by_sample().transpose(2, 3).flatten(3).sum(3))
     gradients, images = use.gradient_by_sample(), use.by_sample(use.saved("input"), 0, 0)
     if use.saved("transposed"):
-        # A transposed convolution is the adjoint of a convolution. In the formula for the weight's
-        # gradient, its input x and the output gradients delta therefore swap roles.
+        # A transposed convolution is the adjoint of a convolution. Therefore, the input x and the
+        # output gradients delta swap roles in the formula for the weight's gradient.
         c = len(gradients)
         repeated = images.repeat(c, *(1 for _ in images.shape[1:]))
         images, gradients = gradients.flatten(0, 1), repeated.unsqueeze(0)
@@ -235,8 +240,8 @@ def _weighted_sums(
 ) -> Contribution:
     """Return the sums over ``dims`` of the products of output gradients and normalized inputs.
 
-    ``gradients`` are the output gradients, shape (C, B, ...). ``normed`` returns the normalized
-    inputs of a slice of the samples. The products are computed for some samples at a time.
+    ``gradients`` are the output gradients, shape (C, B, ...). ``normed`` is a function that returns
+    the normalized inputs of a slice of samples. Products are computed for some samples at a time.
     """
     n_samples = gradients.shape[1]
     step = n_samples if gradients.is_cuda else max(1, _CACHED // max(1, gradients[0, 0].numel()))
@@ -269,7 +274,7 @@ def _layer_normed(use: Use) -> Contribution | None:
 
 
 def _by_channel(use: Use, normed: Callable[[Tensor, slice], Tensor]) -> Contribution | None:
-    """Return the gradients of a normalization's weight or bias, summed over all but channels."""
+    """Return the gradients of a normalization's weight or bias, with one entry per channel."""
     if not use.is_along(0):
         return None
     gradients = use.gradient_by_sample()
@@ -304,15 +309,15 @@ def _batch_normed(use: Use) -> Contribution | None:
 
 
 def _head_of_margins(use: Use) -> Contribution | None:
-    """Return the gradients of the weight or bias of a last layer that is computed in pieces."""
+    """Return the gradients of the last layer's weight or bias if logits are computed in pieces."""
     n_samples, shape = use.layout.n_samples, use.gradient.shape
     if use.layout.owners is not None or n_samples not in {1, shape[1]}:
         return None
     factors = head_factors(use.edge.user, use.gradient.reshape(len(use.gradient), n_samples, -1))
-    return factors.of_bias() if use.edge.index else factors
+    return factors.bias_factors() if use.edge.index else factors
 
 
-_FORMS: dict[str, Callable[[Use], Contribution | None]] = {
+_FORMULAS: dict[str, Callable[[Use], Contribution | None]] = {
     "Add": _added,
     "Sub": _added,
     "Mul": _multiplied,

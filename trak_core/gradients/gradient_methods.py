@@ -58,12 +58,12 @@ class PerSample:
         return columns if self.curvature is None else [*columns, self.curvature]
 
     def blocks(self) -> list[Tensor]:
-        """Return the gradients as (batch, entries) blocks, one for each parameter."""
+        """Return the gradients as blocks of shape (batch, entries), one for each parameter."""
         return as_blocks(self.gradients.values())
 
 
 def as_blocks(gradients: Iterable[Tensor]) -> list[Tensor]:
-    """Return (batch, *shape) tensors as (batch, entries) blocks of one dtype, at most float32."""
+    """Return tensors (batch, *shape) as blocks (batch, entries) of one dtype, at most float32."""
     blocks = [block.reshape(len(block), -1) for block in gradients]
     if len({block.dtype for block in blocks}) > 1 or blocks[0].dtype is torch.float64:
         blocks = [block.float() for block in blocks]
@@ -73,10 +73,10 @@ def as_blocks(gradients: Iterable[Tensor]) -> list[Tensor]:
 def _other_values(
     output: ModelOutput, outputs_and_value: tuple[Any, Tensor], label: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return the prediction and the loss weight of one sample, and its curvature if it has one.
+    """Return the prediction and the loss weight of one sample, and the curvature if defined.
 
-    ``outputs_and_value`` has the model's outputs and the model output f that was computed from
-    them, so that functions of f need not compute it again.
+    ``outputs_and_value`` contains what the model returned, and the model output f that was computed
+    from it, so that functions of f don't compute f again.
     """
     outputs, value = outputs_and_value
     functions = [output.prediction or output.value, output.loss_weight]
@@ -102,11 +102,9 @@ def gradients_at_once(
     """Differentiate the model output f of all samples of a batch by one backward pass.
 
     The consumer gets each parameter's gradients as factors, as soon as they are computed. For a
-    linear layer, the pair (delta, x) of output gradients and inputs represents the gradient
-    dW_i = sum_t delta_t x_t^T of sample i. A sample's gradient doesn't depend on the other samples
-    of its batch, up to rounding. The model runs in evaluation mode. Unlike
-    ``torch.func.vmap(torch.func.grad(f))``, this method doesn't vmap the model, and it passes on
-    the gradients of one parameter after another.
+    linear layer, the factors are the output gradients delta and the inputs x. The gradient of
+    sample i is dW_i = sum_t delta_t x_t^T. Up to rounding, a sample's gradient doesn't depend on
+    the other samples of the batch. The model runs in evaluation mode, and is not vmapped.
 
     If the graph can't be read, the batch is differentiated by ``gradients_one_by_one``, and a
     notice is printed. With ``must``, an ``UnreadableGraphError`` is raised instead.
@@ -136,7 +134,7 @@ def gradients_at_once(
     try:
         with suppress(GraphNeededError):
             return one_pass(keep_graph=False)
-        # Outside of the ``with`` block, the error no longer keeps tensors of the first pass alive.
+        # After the ``with`` block, the GraphNeededError no longer keeps tensors of the pass alive.
         return one_pass(keep_graph=True)
     except UnreadableGraphError as error:  # raised before the consumer gets gradients
         if must:
@@ -157,22 +155,24 @@ def gradients_in_turn(
     *,
     must: bool = False,
 ) -> list[Tensor]:
-    """Return the joined results of calls of ``gradients_at_once``, one for each sample.
+    """Return the joined results of ``gradients_at_once``, called for one sample after another.
 
-    Unlike one call for the whole batch, this also works for models in which an operation mixes
-    samples, because a batch of one sample has nothing to mix. Unlike with ``gradients_one_by_one``,
-    the consumer gets the gradients as factors.
+    This also works for models in which an operation mixes samples, because in a batch of one sample
+    there is nothing to mix. Unlike in ``gradients_one_by_one``, the consumer gets the gradients as
+    factors.
     """
     batch = as_batch(samples, output)
     columns = [
-        gradients_at_once(model, parameters, output, batch.rows(row), consumer.of(row), must=must)
+        gradients_at_once(
+            model, parameters, output, batch.rows(row), consumer.for_samples(row), must=must
+        )
         for row in (slice(i, i + 1) for i in range(len(batch)))
     ]
     return [torch.cat(column) for column in zip(*columns, strict=True)]
 
 
-# If a gradient has more bytes than this, it is computed for one group of parameters at a time, in
-# about ``_GROUPS`` groups. Otherwise, the whole gradient would be in memory.
+# To save memory, a gradient with more bytes than this is computed in parts, for about ``_GROUPS``
+# groups of parameters, one after another.
 _WHOLE_BYTES = 2**28
 _GROUPS = 8
 
@@ -197,18 +197,21 @@ def gradients_one_by_one(
     samples: Samples,
     consumer: Consumer,
 ) -> list[Tensor]:
-    """Return the results of ``torch.autograd.grad(f, parameters)`` for each sample's output f.
+    """Differentiate each sample's model output f by ``torch.autograd.grad(f, parameters)``.
 
-    They equal those of ``gradients_at_once`` up to rounding. This method works for every model, and
-    calls users' backward hooks. To save memory, it runs several backward passes for each sample of
-    a large model, one for each group of parameters.
+    The results equal those of ``gradients_at_once`` up to rounding. This method works for every
+    model, and calls users' backward hooks. To save memory, a large model is differentiated by
+    several backward passes for each sample, one for each group of parameters.
+
+    Returns:
+        The tensors of ``PerSample.columns``, shape (batch,) each, on the batch's device.
     """
     batch = as_batch(samples, output)
     rows: list[tuple[Tensor, ...]] = []
     groups = list(_groups(parameters.values()))
     for i in range(len(batch)):
         sample = batch.rows(slice(i, i + 1))
-        taker = consumer.of(slice(i, i + 1))
+        taker = consumer.for_samples(slice(i, i + 1))
         with differentiating(model, parameters.values()):
             outputs = of_sample(output.read(sample.given_to(model)), 0, 1)
             f = output.value(outputs, sample.labels[0])

@@ -3,8 +3,7 @@
 A batch has B samples with C outputs each (C = 1 for the gradients of a model output f). A
 ``Contribution`` represents the gradients of all outputs with respect to one use of a tensor: a
 matrix G of shape (C B, entries), with a row for each output c and sample b, ordered by c, then b.
-It can add G G^T to a Gramian without forming G, or return G in parts. If a parameter is used
-several times, its gradients are the sum of these contributions.
+The gradients of a parameter that is used several times are a sum of contributions.
 
 For a linear layer y_t = W x_t and delta_t = df_i/dy_t, sample i's gradient is
 
@@ -12,8 +11,8 @@ For a linear layer y_t = W x_t and delta_t = df_i/dy_t, sample i's gradient is
 
 which ``Outer`` stores as the pair (delta, x). For T tokens and a weight with p x q entries, the
 pair has T (p + q) numbers instead of p q. Opacus and BackPACK form dW_i for all i by an einsum,
-which takes B p q numbers. Here at most ``piece_on`` entries are formed at a time. The ghost norms
-of Opacus are |dW_i|^2. Here all <dW_i, dW_j>, the Gramian, are computed from the same factors.
+which takes B p q numbers. Here at most ``max_piece_entries`` entries are formed at a time. Ghost
+norms in Opacus are |dW_i|^2. Here all <dW_i, dW_j>, the Gramian, are computed from the factors.
 """
 
 import copy
@@ -26,15 +25,16 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-# Largest number of entries in a piece of formed gradients: 16 MiB of float32, for a CPU's cache.
+# Largest number of gradient entries that a CPU computes at a time: 16 MiB of float32, to fit into
+# the CPU's cache.
 PIECE = 2**22
-# The same for a GPU: 2**25 entries (128 MiB), or 1/128 of its memory if that is more. Pieces are
-# larger than on a CPU, because starting the kernels for a piece takes up to 2 ms.
+# The same number for a GPU: 2**25 entries (128 MiB), or 1/128 of the GPU's memory if that is more.
+# It is larger than for a CPU, because starting the kernels for a piece takes up to 2 ms.
 _LEAST_OF_GPU, _SHARE_OF_GPU = 2**25, 128
 
 
-def piece_on(device: torch.device) -> int:
-    """Return the largest number of entries in a piece of formed gradients on a device."""
+def max_piece_entries(device: torch.device) -> int:
+    """Return the largest number of gradient entries that are computed at a time on a device."""
     if device.type != "cuda":
         return PIECE
     n_bytes = torch.cuda.get_device_properties(device).total_memory // _SHARE_OF_GPU
@@ -45,13 +45,12 @@ def piece_on(device: torch.device) -> int:
 class Contribution(ABC):
     """The gradients of C outputs of B samples with respect to one use of a tensor.
 
-    The tensor is read as a matrix: all dimensions except the first are flattened into one. G is the
-    matrix of all gradients, with a row for each pair of an output and a sample, shape (C B,
-    entries).
+    The tensor is read as a matrix: all dimensions except the first are flattened into one. G, shape
+    (C B, entries), is the matrix of all gradients, with a row for each output of each sample.
     """
 
-    gradients: Tensor  # with respect to the output of the operation, shape (C, B, ...)
-    # Whether the operation gets only some tokens of a text, as an expert of a mixture does. Its
+    gradients: Tensor  # with respect to the operation's output, shape (C, B, ...)
+    # Whether the operation gets only some tokens of a text, as an expert of a mixture does. These
     # tokens are then numbered 0, 1, .... Otherwise, a token's number is its position in the text.
     has_ranks: bool = field(default=False, kw_only=True)
 
@@ -62,7 +61,7 @@ class Contribution(ABC):
     @property
     @abstractmethod
     def matrix(self) -> tuple[int, int]:
-        """Shape of the tensor when it is read as a matrix."""
+        """The shape of the tensor when it is read as a matrix."""
 
     def add_to(self, gramian: Tensor) -> None:
         """Add the inner products of all gradients, G G^T, to ``gramian``, shape (C B, C B)."""
@@ -71,22 +70,22 @@ class Contribution(ABC):
 
     @abstractmethod
     def part(self, first: int, last: int) -> Tensor:
-        """Return gradients for rows first, ..., last - 1 of the matrix, shape (C B, entries)."""
+        """Return gradients for rows first, ..., last - 1 of the tensor, shape (C B, entries)."""
 
     def whole(self) -> Tensor:
         """Return the gradients with respect to the whole tensor, shape (C B, entries)."""
         return self.part(0, self.matrix[0])
 
     def flattened(self) -> "Dense":
-        """Return an equal contribution that reads the tensor as a matrix of one row."""
+        """Return the same gradients, with the tensor read as a matrix of one row."""
         return Dense(self.whole()[None, :, None])
 
 
 def summed_parts(uses: Sequence[Contribution]) -> Iterator[tuple[int, Tensor]]:
     """Yield a parameter's gradients, the sum over its ``uses``, for some rows at a time.
 
-    The parameter is read as a matrix. Parts have at most ``piece_on`` numbers, but at least one row
-    of this matrix.
+    The parameter is read as a matrix. Each part has at least one row of this matrix, and otherwise
+    at most ``max_piece_entries`` numbers.
 
     Yields:
         The index of the part's first entry in the row-major parameter, and the gradients with
@@ -108,14 +107,14 @@ def add_product(gramian: Tensor, rows: Tensor) -> None:
 
 
 def pieces(size: int, entries_each: int, device: torch.device) -> Iterator[slice]:
-    """Cut items into slices of at most ``piece_on`` entries, or one item if that is larger."""
-    step = max(1, piece_on(device) // max(1, entries_each))
+    """Split items into slices that have at most ``max_piece_entries`` entries, or one item."""
+    step = max(1, max_piece_entries(device) // max(1, entries_each))
     return (slice(start, min(start + step, size)) for start in range(0, size, step))
 
 
 @dataclass(frozen=True, slots=True)
 class Dense(Contribution):
-    """Gradients with respect to a small tensor that are stored whole, shape (C, B, *shape)."""
+    """Gradients with respect to a small tensor, stored as a whole, shape (C, B, *shape)."""
 
     # A function that returns each token's share of the gradients, shape (C, B, T, *shape). Its sum
     # over the T tokens is ``gradients``. None if the shares are not known.
@@ -174,7 +173,7 @@ class Outer(Contribution):
         c, b, t, _ = self.gradients.shape
         inputs, gradients = self.inputs.flatten(0, 1), self.gradients.flatten(0, 2)
         for i in range(c):
-            # For some samples b at a time: sum_{t, t'} <x_bt, x_b't'> <delta_cbt, delta_c'b't'>.
+            # This sums <x_bt, x_b't'> <delta_cbt, delta_c'b't'> for some samples b at a time.
             for part in pieces(b, t * c * b * t, gramian.device):
                 n = part.stop - part.start
                 products = self.gradients[i, part].flatten(0, 1) @ gradients.T
@@ -196,15 +195,15 @@ class Outer(Contribution):
         return product.reshape(self.n_rows, -1)
 
 
-def prefers_inner_products(n_rows: int, n_places: int, p: int, q: int) -> bool:
+def prefers_inner_products(n_rows: int, n_positions: int, p: int, q: int) -> bool:
     """Return whether computing a Gramian from factors costs less than forming the gradients.
 
-    There are ``n_rows`` gradients with p x q entries. Each is a sum over ``n_places`` tokens or
+    There are ``n_rows`` gradients with p x q entries. Each is a sum over ``n_positions`` tokens or
     pixels of outer products of vectors with p and q entries. The cost is the number of
     multiplications, plus 8 for each number that is written.
     """
-    by_products = (n_rows * n_places) ** 2 * (p + q + 8)
-    by_gradients = n_rows * (n_places + n_rows) * p * q + 8 * n_rows * p * q
+    by_products = (n_rows * n_positions) ** 2 * (p + q + 8)
+    by_gradients = n_rows * (n_positions + n_rows) * p * q + 8 * n_rows * p * q
     return by_products < by_gradients
 
 
@@ -233,7 +232,7 @@ class Lookup(Contribution):
     def part(self, first: int, last: int) -> Tensor:
         n = last - first
         inside = (self.indices >= first) & (self.indices < last)
-        # Gradients with indices outside of the part are summed in an extra row n, which is dropped.
+        # Gradients of table rows outside of the part are added to an extra row n, which is dropped.
         numbers = torch.where(inside, self.indices - first, n)
         q = self.gradients.shape[-1]
         return _summed(numbers, n + 1, self.gradients)[:, : n * q]
@@ -249,17 +248,17 @@ def _summed(indices: Tensor, n: int, gradients: Tensor) -> Tensor:
 
 
 def transposed(contribution: Contribution, shape: tuple[int, ...]) -> Contribution:
-    """Return the gradients of W^T from the gradients of W, a matrix of the given shape."""
+    """Return gradients with respect to W^T from those with respect to W, which has this shape."""
     if isinstance(contribution, Outer) and contribution.matrix == shape:
         return replace(contribution, is_transposed=not contribution.is_transposed)
     return Dense(contribution.whole().unflatten(1, shape).transpose(1, 2).unsqueeze(0))
 
 
 class Consumer(ABC):
-    """Process the gradients of a batch, and add results to the tensors ``totals``.
+    """Process the gradients of a batch, and add the results to the tensors ``totals``.
 
-    A gradient method passes the gradients of one parameter after another, in any order, to
-    ``take``, and calls ``finish`` at the end.
+    ``take`` is called with the gradients of one parameter after another, in any order. ``finish``
+    is called at the end.
     """
 
     in_order: ClassVar[bool] = True  # whether results depend on the order of a parameter's entries
@@ -279,10 +278,10 @@ class Consumer(ABC):
         """
 
     def finish(self) -> None:
-        """Process gradients that are still buffered, after the last ``take``."""
-        return  # By default, no gradient is buffered.
+        """Process buffered gradients after the last ``take``. By default, there are none."""
+        return
 
-    def of(self, samples: slice) -> Self:
+    def for_samples(self, samples: slice) -> Self:
         """Return a consumer for the gradients of some samples, which adds to the same tensors.
 
         The first dimension of all ``totals`` must index the samples, unless this is overridden.
@@ -290,7 +289,7 @@ class Consumer(ABC):
         return self._beginning([total[samples] for total in self.totals])
 
     def empty(self) -> Self:
-        """Return a consumer with new totals, which are zero, for the same samples."""
+        """Return a consumer for the same samples, with new totals that are zero."""
         return self._beginning([torch.zeros_like(total) for total in self.totals])
 
     def _beginning(self, totals: Sequence[Tensor]) -> Self:

@@ -2,7 +2,7 @@
 
 The margin of token t with label y is m_t = z_ty - logsumexp_{v != y} z_tv, with logits z_t = W h_t
 + b. T tokens have T x V logits, where V is the size of the vocabulary. Autograd would store all of
-them for the backward pass. Here the logits are computed for some tokens at a time, and computed
+these logits for the backward pass. Here they are computed for some tokens at a time, and computed
 again in the backward pass, which uses the derivatives ("slopes")
 
     dm_t/dz_tv = 1 if v = y, else -exp(z_tv - logsumexp_{u != y} z_tu).
@@ -41,8 +41,8 @@ class Head:
     ) -> Tensor:
         """Return the derivatives of tokens' margins with respect to outputs of the linear layer.
 
-        The tokens are those of ``rows`` that ``part`` selects. The outputs are those of the classes
-        first, ..., last - 1. The result has shape (tokens, last - first).
+        ``part`` selects some of the tokens ``rows``. The derivatives are those with respect to the
+        outputs for classes first, ..., last - 1, shape (tokens, last - first).
         """
         bias = None if self.bias is None else self.bias[first:last]
         x = linear(rows.hidden[part], self.weight[first:last], bias)
@@ -51,11 +51,11 @@ class Head:
             logits = self.then(x)
         slopes = at_least_float32(logits.detach())
         others = rows.others[part, None]
-        # Autograd may have saved the logits as results of functions. Overwriting them would make
-        # the derivatives of these functions wrong.
+        # Autograd may have saved the logits as the results of ``functions``. If they were
+        # overwritten, the derivatives of these functions would be wrong.
         slopes = slopes - others if self.functions else slopes.sub_(others)
         slopes.exp_().neg_()
-        # Indexing with a mask would make the CPU wait for the GPU.
+        # Indexing with a mask instead of ``gather`` would make the CPU wait for the GPU.
         own = rows.labels[part, None] - first
         column = own.clamp(0, slopes.shape[1] - 1)
         slopes.scatter_(1, column, slopes.gather(1, column).masked_fill_(own == column, 1))
@@ -69,15 +69,16 @@ class Rows:
 
     hidden: Tensor  # the layer's inputs h, shape (tokens, d)
     labels: Tensor  # classes, shape (tokens,)
-    others: Tensor  # logsumexp of the logits of all classes except the label, shape (tokens,)
+    others: Tensor  # logsumexp of the logits of all classes other than the label, shape (tokens,)
 
 
 def margins_of_tokens(hidden: Tensor, labels: Tensor, head: Head) -> tuple[Tensor, Tensor]:
     """Return the margins of labels, and whether each label is the predicted class.
 
-    Margins equal those of ``model_outputs.supervised.margin`` up to rounding. ``hidden`` has the
-    inputs of the last layer ``head``, shape (batch, tokens, d). Labels and both results have shape
-    (batch, tokens). At most ``piece_on`` logits, or those of one token, are in memory at a time.
+    Margins equal those of ``model_outputs.supervised.margin`` up to rounding. ``hidden``, shape
+    (batch, tokens, d), are the inputs of the last layer ``head``. Labels and both results have
+    shape (batch, tokens). At most ``max_piece_entries`` logits, or those of one token, are computed
+    at a time.
     """
     bias = None if head.bias is None else head.bias.detach()
     fixed = Head(head.weight.detach(), bias, head.functions)
@@ -85,22 +86,22 @@ def margins_of_tokens(hidden: Tensor, labels: Tensor, head: Head) -> tuple[Tenso
     trained = [t for t in (head.weight, head.bias) if t is not None and t.requires_grad]
     if trained and torch.is_grad_enabled():
         rows = Rows(hidden.detach().flatten(0, 1), labels.flatten(), others)
-        # The layer's parameters have a graph node of their own. ``by_samples`` stops at this node
-        # without running it, so that only the derivatives that it needs are computed.
+        # The layer's parameters get a separate node in the graph. ``by_samples`` ends the backward
+        # pass at this node without running it, and computes only the gradients that it needs.
         margins = margins + HeadOfMargins.apply(head.weight, head.bias, fixed, rows, margins.shape)
     return margins, is_right
 
 
 class MarginsInPieces(torch.autograd.Function):
-    """Margins as a function of the last layer's inputs. The layer's parameters are constants."""
+    """The margins as a function of the last layer's inputs, with constant parameters."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, hidden: Tensor, labels: Tensor, head: Head
     ) -> tuple[Tensor, Tensor, Tensor]:
         flat, own_class = hidden.flatten(0, 1), labels.flatten()
-        # Results are written to one tensor. A list of small tensors would fragment memory, because
-        # they would lie between the large blocks of logits that are freed.
+        # Results are written to one tensor. Many small tensors, between the large blocks of logits
+        # that are freed, would fragment memory.
         like = head.logits(flat[:0])
         margins = at_least_float32(like).new_empty(len(flat))
         others, is_right = torch.empty_like(margins), torch.empty_like(own_class, dtype=torch.bool)
@@ -132,7 +133,7 @@ class MarginsInPieces(torch.autograd.Function):
 
 
 class HeadOfMargins(torch.autograd.Function):
-    """A function with value 0 and the derivatives of margins by the last layer's parameters."""
+    """A function with value 0 whose derivatives are those of margins by the layer's parameters."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -151,18 +152,18 @@ class HeadOfMargins(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, gradients: Tensor
     ) -> tuple[Tensor | None, ...]:
-        # Autograd needs the sum over all texts, so they are treated as one sample.
+        # Autograd needs a sum over all texts, so all texts are treated as one sample.
         factors, weight = head_factors(ctx, gradients.reshape(1, 1, -1)), None
         if ctx.needs_input_grad[0]:
             weight = torch.empty_like(ctx.head.weight)
             for part in pieces(len(weight), weight.shape[1], weight.device):
                 weight[part] = factors.part(part.start, part.stop).view_as(weight[part])
-        bias = factors.of_bias().gradients.flatten() if ctx.needs_input_grad[1] else None
+        bias = factors.bias_factors().gradients.flatten() if ctx.needs_input_grad[1] else None
         return weight, bias, None, None, None
 
 
 def head_factors(node: Any, gradients: Tensor) -> "MarginFactors":
-    """Return the last layer's gradients, given ``gradients`` of margins, shape (C, B, tokens)."""
+    """Return the last layer's gradients, given those of the margins, shape (C, B, tokens)."""
     return MarginFactors(gradients, Rows(*node.saved_tensors), node.head)
 
 
@@ -170,9 +171,9 @@ def head_factors(node: Any, gradients: Tensor) -> "MarginFactors":
 class MarginFactors(Contribution):
     """Gradients of the last layer's weight, dW_i = sum_t delta_t slopes_t h_t^T.
 
-    They are computed on demand. ``gradients`` is delta, the gradients with respect to margins,
-    shape (C, B, tokens). slopes_t are the derivatives of token t's margin with respect to the
-    layer's outputs, and h_t are the layer's inputs. ``rows`` are the tokens of all texts.
+    dW_i is computed when it is needed. ``gradients`` is delta, the gradients with respect to
+    margins, shape (C, B, tokens). slopes_t are the derivatives of token t's margin with respect to
+    the layer's outputs, and h_t are the layer's inputs. ``rows`` are the tokens of all texts.
     """
 
     rows: Rows
@@ -197,12 +198,12 @@ class MarginFactors(Contribution):
                 hidden = self.rows.hidden[tokens]
                 for i in range(n_each):
                     factors = self.gradients[i, sample, part, None].to(slopes.dtype)
-                    # The sum over pieces is computed in the dtype of ``total``, at least float32.
+                    # The sum over pieces is in the dtype of ``total``, which is at least float32.
                     total[i, sample] += (slopes * factors).T @ hidden
         return total.to(self.head.weight.dtype).reshape(self.n_rows, -1)
 
     def outers(self) -> Iterator[Outer]:
-        """Yield the gradient's terms for some tokens at a time, as sums of outer products."""
+        """Yield the terms delta_t slopes_t h_t^T for some tokens at a time, as outer products."""
         n_samples = self.gradients.shape[1]
         hidden = self.rows.hidden.view(n_samples, self.n_tokens, -1)
         numbers = torch.arange(len(self.rows.labels), device=hidden.device).view(n_samples, -1)
@@ -213,20 +214,20 @@ class MarginFactors(Contribution):
             gradients = slopes * self.gradients[:, :, part, None].to(slopes.dtype)
             yield Outer(gradients, hidden[:, part], is_transposed=True)
 
-    def of_bias(self) -> "BiasFactors":
-        """Return the gradients of the bias, db_i = sum_t delta_t slopes_t, shape (C, B, V)."""
+    def bias_factors(self) -> "BiasFactors":
+        """Return the gradients of the layer's bias, db_i = sum_t delta_t slopes_t."""
         sums = [at_least_float32(outer.gradients).sum(2) for outer in self.outers()]
-        return BiasFactors(torch.stack(sums).sum(0).to(self.head.weight.dtype), of_weight=self)
+        return BiasFactors(torch.stack(sums).sum(0).to(self.head.weight.dtype), weight_factors=self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BiasFactors(Dense):
-    """Gradients of the last layer's bias. The terms of tokens are computed when they are read."""
+    """Gradients of the last layer's bias. The terms of tokens are computed when they are needed."""
 
-    of_weight: MarginFactors
+    weight_factors: MarginFactors
 
     def outers(self) -> Iterator[Outer]:
-        """Yield the gradient's terms for some tokens at a time, as outer products with ones."""
-        for outer in self.of_weight.outers():
+        """Yield the terms delta_t slopes_t for some tokens at a time, as products with ones."""
+        for outer in self.weight_factors.outers():
             ones = outer.inputs.new_ones(*outer.inputs.shape[:2], 1)
             yield Outer(outer.gradients, ones, is_transposed=True)

@@ -1,4 +1,4 @@
-"""Split samples into inputs and labels, pad and concatenate texts, and call a model with them."""
+"""Split samples into inputs and labels, pad and concatenate them, and call a model with them."""
 
 import inspect
 import math
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.utils import _pytree as pytree
 
-from trak_core.errors import InputError, listed
+from trak_core.errors import InputError, first_line, listed
 from trak_core.model_outputs.model_output import IGNORED, ModelOutput
 
 
@@ -29,8 +29,8 @@ class Batch:
         labels: Labels, shape (batch, ...). They are ones if the model output needs no label.
         lengths: Number of tokens of each text, shape (batch,). Shorter texts are padded on the
             right. None if samples need no padding.
-        along: Names (see ``tensors``) of the inputs that are padded like the labels, because their
-            second dimension indexes the tokens.
+        token_inputs: Names (see ``tensors``) of the inputs that are padded like the labels, because
+            their second dimension indexes the tokens.
         gives_labels: Whether the model also gets the labels, as the argument ``labels``.
     """
 
@@ -38,37 +38,37 @@ class Batch:
     kwargs: dict[str, Tensor]
     labels: Tensor
     lengths: Tensor | None = None
-    along: frozenset[str] = frozenset()
+    token_inputs: frozenset[str] = frozenset()
     gives_labels: bool = False
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "Batch":
-        """Apply ``function``, which must not change the number of tokens, to every tensor."""
+        """Return a batch of the results of ``function``, which must keep the number of tokens."""
         inputs = {name: function(tensor) for name, tensor in self.tensors()}
         lengths = None if self.lengths is None else function(self.lengths)
         return self.with_inputs(inputs, function(self.labels), lengths)
 
     def rows(self, rows: slice | Tensor) -> "Batch":
-        """Return some of the samples, padded to the longest of them."""
+        """Return a batch of some of the samples, with texts padded to the longest of these."""
         chosen = self.mapped(lambda tensor: tensor[rows])
         if chosen.lengths is None or not len(chosen):
             return chosen
         return chosen.cut(int(chosen.lengths.max()))
 
     def cut(self, length: int) -> "Batch":
-        """Return the batch, which must have ``lengths``, with texts cut to ``length`` tokens."""
+        """Return a batch with texts cut to ``length`` tokens. The samples must be texts."""
         assert self.lengths is not None
         inputs = dict(self.tensors())
-        inputs |= {name: inputs[name][:, :length] for name in self.along}
+        inputs |= {name: inputs[name][:, :length] for name in self.token_inputs}
         lengths = self.lengths.clamp(max=length)
         return self.with_inputs(inputs, self.labels[:, :length], lengths)
 
     def with_inputs(
         self, inputs: Mapping[str, Tensor], labels: Tensor, lengths: Tensor | None
     ) -> "Batch":
-        """Return a batch with new inputs, which must have the names and order of ``tensors``."""
+        """Return a batch with new inputs, in the order of ``tensors``, and with new labels."""
         tensors = list(inputs.values())
         n_args = len(self.args)
         kwargs = dict(zip(self.kwargs, tensors[n_args:], strict=True))
@@ -76,7 +76,7 @@ class Batch:
         return replace(self, args=args, kwargs=kwargs, labels=labels, lengths=lengths)
 
     def given_to(self, model: nn.Module) -> object:
-        """Return the model's result for copies of the inputs, because a model may modify inputs."""
+        """Call a model with copies of the inputs, because it may modify them. Return its result."""
         named = {**self.kwargs, "labels": self.labels} if self.gives_labels else self.kwargs
         kwargs = {name: tensor.clone() for name, tensor in named.items()}
         returned = model(*(tensor.clone() for tensor in self.args), **kwargs)
@@ -89,7 +89,7 @@ class Batch:
 
 
 def without_virtual_tokens(model: nn.Module, returned: Any, labels: Tensor) -> Any:
-    """Return a model's result without logits of the virtual tokens that prompt tuning adds."""
+    """Remove the logits of the virtual tokens that prompt tuning adds, and return the result."""
     n_virtual = getattr(getattr(model, "active_peft_config", None), "num_virtual_tokens", None)
     logits = getattr(returned, "logits", None)
     if not n_virtual or not isinstance(logits, Tensor) or logits.ndim != 3 or labels.ndim < 2:
@@ -103,8 +103,8 @@ _SAMPLE = (
     "a tuple of the model's positional arguments followed by the label, or a dict of the model's "
     "named arguments and `labels`"
 )
-# Parts of messages that say what to do. ``stages.preflight_study`` replaces them for ready-made
-# studies, whose users don't write samples themselves.
+# Parts of messages that say what to do. ``stages.preflight_study`` replaces these parts for
+# ready-made studies, whose users don't write samples themselves.
 CHANGE_SAMPLES = (
     f"If the model doesn't take such inputs, change the samples: a sample must be {_SAMPLE}. "
     "Otherwise correct the model."
@@ -118,10 +118,10 @@ def as_batch(samples: Samples, output: ModelOutput) -> Batch:
     """Split samples into inputs and labels.
 
     ``samples`` is a tuple of the model's positional arguments followed by the labels, or a dict of
-    the model's named arguments and ``labels``, or a batch. If the model output needs no labels,
-    there are none in the tuple or dict. If labels are tokens, padding gets the label ``IGNORED``.
-    Padding is what the input ``attention_mask`` excludes (``decoder_attention_mask`` for a model
-    with a decoder).
+    the model's named arguments and ``labels``, or a batch. If the model output needs no labels, the
+    tuple or dict contains none. If labels are tokens, those that ``attention_mask`` excludes as
+    padding get the label ``IGNORED``. For a model with a decoder, the mask is
+    ``decoder_attention_mask``.
 
     Returns:
         The batch, on the samples' device.
@@ -173,14 +173,14 @@ def as_batch(samples: Samples, output: ModelOutput) -> Batch:
 
 
 def _check_decoder_inputs(tokens: Tensor | None, labels: Tensor, output: ModelOutput) -> None:
-    """Raise an error for shifted decoder inputs if logits are compared with the next label."""
+    """Raise an error if a decoder's inputs are shifted although logits predict the next label."""
     if not output.predicts_next or tokens is None or tokens.shape != labels.shape:
         return
     is_used = labels[:, 1:] != IGNORED
     if (is_used & (tokens[:, 1:] != labels[:, 1:])).any():
         raise InputError(
             "With model_output language_modelling, `decoder_input_ids` must be the same tokens as "
-            "`labels`, because logits at a token predict the next label. Found different tokens. "
+            "`labels`, because the logits at a token predict the next label. Found other tokens. "
             "If `decoder_input_ids` begin with a start token, leave them out and set model_output "
             "to sequence_to_sequence.",
             code="gradients.decoder_inputs",
@@ -190,9 +190,9 @@ def _check_decoder_inputs(tokens: Tensor | None, labels: Tensor, output: ModelOu
 def joined(batches: Sequence[Batch]) -> Batch:
     """Return the samples of several batches, which must have the same inputs, as one batch.
 
-    Either all batches or none must have ``lengths``. If they do, texts are padded on the right:
-    labels with ``IGNORED`` and inputs with 0. Every vocabulary contains the token 0, and an
-    attention mask of 0 excludes it.
+    Either all batches or none must have ``lengths``. With ``lengths``, texts are padded on the
+    right: labels with ``IGNORED``, and inputs with 0, which is a token of every vocabulary and
+    means padding in an attention mask.
     """
     first = batches[0]
     longest = None if first.lengths is None else max(batch.labels.shape[1] for batch in batches)
@@ -206,7 +206,7 @@ def joined(batches: Sequence[Batch]) -> Batch:
                 code="gradients.different_shapes",
             )
     inputs = {
-        name: _padded_cat([x[name] for x in each], longest if name in first.along else None)
+        name: _padded_cat([x[name] for x in each], longest if name in first.token_inputs else None)
         for name in each[0]
     }
     labels = _padded_cat([batch.labels for batch in batches], longest, IGNORED)
@@ -215,10 +215,10 @@ def joined(batches: Sequence[Batch]) -> Batch:
 
 
 def _padded_cat(tensors: Sequence[Tensor], longest: int | None, filling: int = 0) -> Tensor:
-    """Concatenate tensors (samples, ...), padded to ``longest`` in dimension 1 if it is given."""
+    """Concatenate tensors (samples, ...), padded in dimension 1 unless ``longest`` is None."""
     if longest is not None:
-        # A tensor that is too long is kept, so that ``cat`` or the model raises an error. With a
-        # negative margin, ``pad`` would cut it instead.
+        # A tensor that is too long is not cut, which ``pad`` would do for a negative margin, so
+        # that ``cat`` or the model raises an error.
         margins = [(0, 0) * (x.ndim - 2) + (0, max(0, longest - x.shape[1])) for x in tensors]
         tensors = [pad(x, at, value=filling) for x, at in zip(tensors, margins, strict=True)]
     return torch.cat(list(tensors))
@@ -226,33 +226,33 @@ def _padded_cat(tensors: Sequence[Tensor], longest: int | None, filling: int = 0
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """Properties of the shapes of several samples."""
+    """What the shapes of several samples have in common."""
 
     lengths: list[int]  # number of tokens of each text; empty if samples are not texts
-    along: frozenset[str]  # names of the inputs that have one row for each label
-    # For inputs whose length doesn't depend on the number of labels, such as the inputs of an
-    # encoder: the largest length, by the input's name.
-    source: Mapping[str, int]
+    token_inputs: frozenset[str]  # names of the inputs that have one row for each label
+    # The largest length of each input whose length doesn't depend on the number of labels, such as
+    # the input of an encoder.
+    encoder_lengths: Mapping[str, int]
 
     @property
     def differ(self) -> bool:
         """Whether texts differ in length, so that they must be padded."""
-        return len(set(self.lengths)) > 1 or bool(self.source)
+        return len(set(self.lengths)) > 1 or bool(self.encoder_lengths)
 
 
 def shapes_of(samples: Iterable[tuple[object, Batch]], output: ModelOutput) -> Shapes:
     """Return the common properties of samples' shapes, or raise an error that names two samples.
 
-    Texts have one label for each token. They may have different numbers of tokens: the first
-    dimension of the labels and of inputs with one row for each token, which are padded. If the
-    model also gets the labels, its named inputs may differ in length from the labels. All other
-    shapes must be equal. ``samples`` are pairs of an id and a batch of one sample.
+    ``samples`` are pairs of an id and a batch of one sample. Texts have one label for each token,
+    and may differ in the number of tokens. This is the first dimension of the labels and of inputs
+    with one row for each token. If the model also gets the labels, its named inputs may differ in
+    length from the labels. All other shapes must be equal.
     """
     first: dict[str, tuple[int, ...]] = {}
     first_id: object = None
     lengths: list[int] = []
     same: set[str] = set()
-    along: set[str] = set()
+    token_inputs: set[str] = set()
     longest: dict[str, int] = {}
     for sample_id, sample in samples:
         label = tuple(sample.labels.shape[1:])
@@ -262,7 +262,7 @@ def shapes_of(samples: Iterable[tuple[object, Batch]], output: ModelOutput) -> S
         if is_text:
             lengths.append(label[0])
         if not first:
-            first, first_id, same, along = shapes, sample_id, set(shapes), set(shapes)
+            first, first_id, same, token_inputs = shapes, sample_id, set(shapes), set(shapes)
         if shapes.keys() != first.keys():
             raise InputError(
                 "Samples must be tuples of the same length, or dicts with the same keys. Found "
@@ -275,13 +275,13 @@ def shapes_of(samples: Iterable[tuple[object, Batch]], output: ModelOutput) -> S
             if shape != first[name]:
                 same.discard(name)
             if not (is_text and is_like_first and shape[:1] == label):
-                along.discard(name)
+                token_inputs.discard(name)
             if output.takes_labels and name in sample.kwargs and shape and is_like_first:
                 longest[name] = max(longest.get(name, 0), shape[0])
-            if name not in same | along | longest.keys():
+            if name not in same | token_inputs | longest.keys():
                 raise _different_shapes(name, {first_id: first, sample_id: shapes}, output)
-    source = {name: n for name, n in longest.items() if name not in same | along}
-    return Shapes(lengths, frozenset(along - {"labels"}), source)
+    encoder_lengths = {name: n for name, n in longest.items() if name not in same | token_inputs}
+    return Shapes(lengths, frozenset(token_inputs - {"labels"}), encoder_lengths)
 
 
 def _different_shapes(
@@ -316,8 +316,8 @@ _INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib"
 def call(model: nn.Module, batch: Batch) -> object:
     """Return the result of the model for a batch.
 
-    If the call fails, an ``InputError`` is raised, which describes the inputs and names the line of
-    the user's code that failed.
+    If the call fails, raise an ``InputError`` that describes the inputs and quotes the line of the
+    user's code that failed.
     """
     try:
         return batch.given_to(model)
@@ -332,15 +332,15 @@ def call(model: nn.Module, batch: Batch) -> object:
         raise InputError(
             "The model must accept its samples. It was called with "
             f"{'one sample' if len(batch) == 1 else f'{len(batch)} samples'} of {inputs}, and its "
-            f"parameters have the dtype {own}. Found {type(error).__name__}: "
-            f"{(str(error).splitlines() or [''])[0]}{_last_line(error)}\n"
+            f"parameters have the dtype {own}. Found {type(error).__name__}: {first_line(error)}"
+            f"{_last_line(error)}\n"
             f"{_DIFFERENTIATES if has_no_graph else CHANGE_SAMPLES}",
             code="gradients.model_call",
         ) from error
 
 
 def _explain_missing_decoder(model: nn.Module, batch: Batch, error: Exception) -> None:
-    """Raise an error if a call failed because an encoder-decoder model got no decoder inputs."""
+    """Raise an error if an encoder-decoder model failed because it got no decoder inputs."""
     takes = inspect.signature(model.forward).parameters
     has_inputs = any(name.startswith("decoder_") for name in batch.kwargs)
     if "decoder_input_ids" in takes and not has_inputs and not batch.gives_labels:
@@ -357,7 +357,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def _last_line(error: BaseException) -> str:
-    """Return the last line of the user's code in a traceback, or else of another library's code."""
+    """Return the line where the user's code failed, or else where another library's code failed."""
     frames = traceback.extract_tb(error.__traceback__)
     others = [f for f in frames if not f.filename.startswith((_OURS, _TORCH, "<"))]
     if not others:
@@ -366,17 +366,17 @@ def _last_line(error: BaseException) -> str:
     return f"\nin {frame.filename}:{frame.lineno}, {frame.name}: {frame.line}"
 
 
-# Machine epsilon of TF32, which has a mantissa of 10 bits. With ``precision: high``, CUDA rounds
+# Machine epsilon of TF32, which has a mantissa of 10 bits. With ``precision: high``, GPUs round the
 # factors of float32 matrix products to TF32.
 _TF32 = 2.0**-10
 
 
 def call_with_rounding(model: nn.Module, batch: Batch) -> tuple[object, float]:
-    """Return the result of the model for a batch, and a bound for its relative rounding error.
+    """Return the result of the model for a batch, and a bound for the relative rounding error.
 
     The bound is sqrt(eps), where eps is the largest machine epsilon of the parameters and of the
-    tensors that layers return, whose precision autocast may lower. Rounding errors are far smaller
-    than the bound, and errors of a wrong computation are far larger.
+    tensors that layers return, which autocast may make larger. Rounding errors are far smaller than
+    the bound, and errors of a wrong computation are far larger.
     """
     epsilons: list[float] = []
 
@@ -391,7 +391,7 @@ def call_with_rounding(model: nn.Module, batch: Batch) -> tuple[object, float]:
 
 
 def least_rounding(model: nn.Module) -> float:
-    """Return the bound of ``call_with_rounding`` for the parameters' dtypes, without autocast."""
+    """Return the bound of ``call_with_rounding`` for a model without autocast."""
     parameters = list(model.parameters())
     epsilons = [torch.finfo(p.dtype).eps for p in _floats(parameters)]
     if any(p.is_cuda for p in parameters):

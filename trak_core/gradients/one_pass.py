@@ -7,9 +7,9 @@ outputs whose samples can't be told apart. It propagates all rows of the Jacobia
 vmapped vector-Jacobian product.
 
 Unlike with ``torch.func.vmap(torch.func.grad(f))``, the model runs as it is written, with its own
-kernels, hooks and control flow, because nothing is traced. The (B, p) gradients are not formed. For
-a linear layer, the result is the pair of output gradients and inputs (see ``gradient_formulas``). A
-consumer gets each parameter's gradients when they are computed. They are freed during the pass.
+kernels, hooks and control flow, because nothing is traced. The (B, p) matrix of gradients is not
+formed: a consumer gets each parameter's gradients as soon as they are computed, for a linear layer
+as the pair of output gradients and inputs (see ``gradient_formulas``).
 """
 
 import itertools
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from trak_core.gradients.backward_plan import MOVES, Plan, Region, keeps_order, make_plan
-from trak_core.gradients.gradient_formulas import closed_forms, has_form
+from trak_core.gradients.gradient_formulas import closed_forms, has_formula
 from trak_core.gradients.gradient_terms import Consumer, Contribution, Dense, transposed
 from trak_core.gradients.graph import (
     Edge,
@@ -40,11 +40,11 @@ from trak_core.gradients.graph import (
     trace,
 )
 
-# A function that is called with a list of gradients of several tensors. Each has shape (rows,
-# *shape), or is None if the tensor has no gradient.
+# A function that gets the gradients of several tensors. A gradient has shape (rows, *shape), or is
+# None if the output doesn't depend on the tensor.
 Watcher = Callable[[list[Tensor | None]], None]
 _Tensors = Sequence[Tensor]
-# A function that is called with a parameter and its gradients, shape (rows, *shape).
+# A function that gets a parameter and the parameter's gradients, shape (rows, *shape).
 _Taker = Callable[[Tensor, Tensor], None]
 
 
@@ -57,11 +57,11 @@ def take_rows(
 ) -> None:
     """Propagate several rows of output gradients to parameters, and pass results to the consumer.
 
-    ``gradients`` has a tensor of shape (rows, *shape) for each output. ``extra`` maps parameters to
-    gradients, shape (rows, entries), that are added to the results. One vmapped backward pass
-    computes all rows, and a parameter's gradients are freed after the consumer has used them. If an
-    operation can't be vmapped, there is one pass for each row, and the consumer gets the gradients
-    of all parameters at the end.
+    ``gradients`` contains a tensor of shape (rows, *shape) for each output. ``extra`` maps
+    parameters to gradients, shape (rows, entries), that are added to the results. One vmapped
+    backward pass computes all rows, and a parameter's gradients are freed after the consumer has
+    used them. If an operation can't be vmapped, each row is computed by a pass of its own, and the
+    consumer gets the gradients of all parameters at the end.
     """
 
     def run(propagate: Callable[..., None]) -> Consumer:
@@ -83,7 +83,7 @@ def take_rows(
     try:
         part = run(_together)
     except RuntimeError:
-        # If the operation fails for another reason than vmap, this call raises the same error.
+        # Probably vmap doesn't support an operation. Any other error is raised again here.
         part = run(_row_by_row)
     consumer.add(part)
 
@@ -98,8 +98,8 @@ def _together(
 
         def hook(gradient: Tensor) -> Tensor:
             watch_rows([gradient], arrive, len(gradients[0]))
-            # Autograd keeps the returned tensor until the pass ends. An expanded zero needs almost
-            # no memory.
+            # Autograd keeps the returned tensor in memory until the pass ends, so it is an expanded
+            # zero, which needs almost no memory.
             return gradient.new_zeros(()).expand(parameter.shape)
 
         return hook
@@ -130,9 +130,9 @@ def backward(
 ) -> None:
     """Run one backward pass for all rows, and call ``at_stops`` with the gradients of ``stops``.
 
-    ``gradients`` has a tensor of shape (rows, *shape) for each output. None means one row of ones,
-    for outputs that are scalars. Only operations that lead to a stop run. A ``RuntimeError`` is
-    raised if one of them can't be vmapped.
+    ``gradients`` contains a tensor of shape (rows, *shape) for each output. None means one row of
+    ones, for outputs that are scalars. Only operations between the outputs and ``stops`` run. A
+    ``RuntimeError`` is raised if one of these operations can't be vmapped.
     """
 
     def run(*rows: Tensor) -> Tensor:
@@ -149,16 +149,16 @@ def backward(
         run(*(gradient[0] for gradient in gradients))
         return
     with warnings.catch_warnings():
-        # torch warns about operations without a batching rule. They run once for each row, which is
-        # slow but correct.
+        # torch warns that operations without a batching rule run once for each row. This is slow,
+        # but the result is correct.
         warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
         torch.func.vmap(run)(*gradients)
 
 
 def watch_rows(gradients: Sequence[Tensor | None], watcher: Watcher, n_rows: int) -> None:
-    """Call the watcher with gradients of shape (n_rows, *shape), also inside of ``vmap``.
+    """Call the watcher with gradients of shape (n_rows, *shape), even inside of ``vmap``.
 
-    During a vmapped backward pass, ``gradients`` look like one row, but stand for all rows.
+    In a vmapped backward pass, ``gradients`` have the shapes of one row, but represent all rows.
     """
     if n_rows == 1:
         watcher([None if gradient is None else gradient.unsqueeze(0) for gradient in gradients])
@@ -167,7 +167,7 @@ def watch_rows(gradients: Sequence[Tensor | None], watcher: Watcher, n_rows: int
 
 
 class _SeenThroughVmap(torch.autograd.Function):
-    """A function whose batching rule for ``vmap`` calls the watcher with the batched tensors."""
+    """A function that calls the watcher with all rows, by its batching rule for ``vmap``."""
 
     @staticmethod
     def forward(watcher: Watcher, *gradients: Tensor | None) -> Tensor:
@@ -176,7 +176,7 @@ class _SeenThroughVmap(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Save nothing, because nothing is differentiated twice."""
+        """Save nothing, because gradients are not differentiated again."""
 
     @staticmethod
     def vmap(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -197,8 +197,8 @@ def hooked(
     """Register hooks for one backward pass, which begins at ``start``, and remove them at the end.
 
     ``hooks`` are pairs (register, hook), where ``register`` is a function that registers the hook.
-    An operation may run a second backward pass inside the first one, for example to solve an
-    adjoint ODE. The hooks ignore the second pass.
+    If an operation runs another backward pass inside of this one, for example to solve an adjoint
+    ODE, the hooks ignore the inner pass.
     """
     passes: list[int] = []
 
@@ -218,20 +218,20 @@ def hooked(
 
 
 class GraphNeededError(Exception):
-    """An operation without a formula must be differentiated again, but its graph was freed."""
+    """An operation must be differentiated again, but its saved tensors were freed."""
 
 
 def by_rows(consumer: Consumer, output: Tensor, parameters: Sequence[Tensor]) -> None:
-    """Pass the gradients of each entry of ``output``, in row-major order, to the consumer."""
+    """Pass the gradients of all entries of ``output``, in row-major order, to the consumer."""
     edge = get_gradient_edge(output)
-    reached = [parameters[i] for i in trace([edge.node], parameters).parameters.values()]
+    reached = [parameters[i] for i in trace(edge.node, parameters).parameters.values()]
     if reached and output.numel():
         rows = torch.eye(output.numel(), dtype=output.dtype, device=output.device)
         take_rows(consumer, [edge], [rows.view(-1, *output.shape)], reached, {})
 
 
-# Plans of recent graphs, by key. They have node numbers in place of nodes, so that no graph is kept
-# in memory.
+# Plans of recent graphs, by key. The plans contain node numbers in place of nodes, so that no graph
+# is kept in memory.
 _PLANS: dict[Hashable, Plan] = {}
 _MOST_PLANS = 16
 
@@ -248,8 +248,8 @@ def plan_of(output: Tensor, parameters: Sequence[Tensor], dim: int) -> Plan:
     Raises:
         MixedSamplesError: If an operation computes statistics over samples.
         UnreadableGraphError: If there is no sample, if samples can't be told apart, if ``output``
-            depends on no parameter, or if a single sample has several entries. Also if parameters
-            or modules have backward hooks, which would get the sum of the samples' gradients.
+            depends on no parameter, if there is a single sample with several entries, or if
+            parameters or modules have backward hooks, which would get sums over samples.
     """
     n_samples = output.shape[dim]
     stride = stride_at(output.shape, dim, 1, max(1, n_samples))
@@ -260,7 +260,7 @@ def plan_of(output: Tensor, parameters: Sequence[Tensor], dim: int) -> Plan:
     key = signed, edge.output_nr, stride, n_samples
     plan = _PLANS.get(key)
     if plan is None:
-        graph = trace([edge.node], parameters)
+        graph = trace(edge.node, parameters)
         of_modules = any(node.name() == "BackwardHookFunctionBackward" for node in graph.order)
         if of_modules or any(parameters[i]._backward_hooks for i in graph.parameters.values()):
             raise UnreadableGraphError(
@@ -272,10 +272,10 @@ def plan_of(output: Tensor, parameters: Sequence[Tensor], dim: int) -> Plan:
             raise UnreadableGraphError(_UNREADABLE)
         if not plan.is_fixed:
             return plan
-        plan = _PLANS[key] = plan.of({node: i for i, node in enumerate(nodes)}, ())
+        plan = _PLANS[key] = plan.on_graph({node: i for i, node in enumerate(nodes)}, ())
         if len(_PLANS) > _MOST_PLANS:
             del _PLANS[next(iter(_PLANS))]
-    return plan.of(nodes, parameters)
+    return plan.on_graph(nodes, parameters)
 
 
 def by_samples(
@@ -286,28 +286,28 @@ def by_samples(
     Let f_{c,i} be the entries of ``output``, where the sample i is the index along ``dim``, and c
     is the index along all other dimensions. For each c, the gradient of sum_i f_{c,i} is
     propagated. The consumer gets one gradient for each entry, ordered by c, then i. The errors of
-    ``plan_of`` are raised before it gets any.
+    ``plan_of`` are raised before the consumer gets any gradient.
 
-    Without ``keep_graph``, the tensors that operations have saved are freed during the pass. They
-    are kept if an operation has no formula for its gradients, because it is then differentiated
-    again. If a formula exists but doesn't apply, a ``GraphNeededError`` is raised. By then, the
-    consumer has processed some of the gradients.
+    Without ``keep_graph``, saved tensors of operations are freed during the pass. They are kept if
+    there is no formula for the gradients of an operation, because the operation is then
+    differentiated again. If a formula exists but doesn't apply, a ``GraphNeededError`` is raised,
+    after the consumer has processed some of the gradients.
     """
     plan = plan_of(output, parameters, dim)
     others = [size for i, size in enumerate(output.shape) if i != dim]
     n_samples = output.shape[dim]
     n_each = output.numel() // n_samples
     if n_each == 1:
-        # The pass starts from the sum of the outputs, a scalar, which needs no initial gradient.
-        # To check the shape of an initial gradient, torch would import sympy, which is slow.
+        # The pass starts from a scalar, the sum of the outputs, which needs no initial gradient. To
+        # check the shape of an initial gradient, torch would import sympy, which is slow.
         with torch.enable_grad():
             start, gradients = get_gradient_edge(output.sum()), None
     else:
-        # Row c selects entry c of every sample.
+        # In row c, entry c of every sample has the initial gradient 1.
         rows = torch.eye(n_each, dtype=output.dtype, device=output.device).view(n_each, *others)
         rows = rows.unsqueeze(dim + 1).expand(n_each, *output.shape)
         start, gradients = get_gradient_edge(output), [rows]
-    keep_graph |= any(not has_form(e) for pairs in plan.crossings.values() for e, _ in pairs)
+    keep_graph |= any(not has_formula(e) for pairs in plan.crossings.values() for e, _ in pairs)
     gathered = _Pass(plan, consumer, keep_graph)
 
     def watch(node: Node) -> Callable[[Any], None]:
@@ -333,22 +333,22 @@ def by_samples(
 
 
 class _Pass:
-    """The state of one backward pass: the per-sample gradients that have arrived so far.
+    """The state of a backward pass: the per-sample gradients that were computed so far.
 
-    They arrive at the crossings of ``plan``: edges from tensors whose entries belong to single
-    samples to regions, which are groups of connected tensors that samples share.
+    They are computed at the crossings of ``plan``: edges from tensors whose entries belong to
+    single samples to regions, which are connected parts of the graph that samples share.
     """
 
-    def __init__(self, plan: Plan, consumer: Consumer, is_kept: bool):
+    def __init__(self, plan: Plan, consumer: Consumer, keeps_graph: bool):
         self.plan, self.consumer = plan, consumer
-        self.is_kept = is_kept  # whether the graph outlives the pass
-        # For each region with ``is_direct``, the gradients at its crossings, until all of them have
-        # arrived.
-        self.uses: dict[int, list[Contribution]] = {}
-        # Crossings of operations without a formula, and the gradients of the operations' outputs.
+        self.keeps_graph = keeps_graph  # whether saved tensors are still there after the pass
+        # For each region with ``is_direct``, gradients at its crossings, until all are computed.
+        self.uses: dict[Region, list[Contribution]] = defaultdict(list)
+        # Operations without a formula, the gradients of their outputs, and their crossings.
         self.waiting: dict[Node, tuple[dict[int, Tensor], list[tuple[Edge, Region]]]] = {}
-        # For each other region, the sum of gradients at each tensor where they enter the region.
-        self.arrived: dict[int, dict[tuple[Node, int], Tensor]] = defaultdict(dict)
+        # For each other region, the sum of the gradients with respect to each tensor of the region
+        # to which a crossing leads.
+        self.sums: dict[Region, dict[tuple[Node, int], Tensor]] = defaultdict(dict)
 
     def visit(self, node: Node, gradients: dict[int, Tensor]) -> None:
         """Process the gradients of a node's outputs, shape (C, *shape), by output number."""
@@ -356,47 +356,44 @@ class _Pass:
         forms = closed_forms([edge for edge, _ in crossings], gradients, layouts)
         for (edge, region), contribution in zip(crossings, forms, strict=True):
             if isinstance(contribution, Dense) and not self.consumer.reads_terms:
-                contribution = Dense(contribution.gradients)  # frees the terms
+                contribution = Dense(contribution.gradients)  # frees memory of ``terms``
             if contribution is None:
                 waiting.append((edge, region))
             else:
                 self._take(contribution, edge, region)
         if waiting:
-            if not self.is_kept:
+            if not self.keeps_graph:
                 raise GraphNeededError
             self.waiting[node] = gradients, waiting
 
     def _take(self, contribution: Contribution, edge: Edge, region: Region) -> None:
         if region.is_direct:
-            uses = [*self.uses.pop(id(region), ()), _to_parameter(contribution, edge)]
-            if len(uses) == region.n_crossings:
-                self.consumer.take(self._parameters(region)[0], uses)
-            else:
-                self.uses[id(region)] = uses
+            self.uses[region].append(_to_parameter(contribution, edge))
+            if len(self.uses[region]) == region.n_crossings:
+                self.consumer.take(self._parameters(region)[0], self.uses.pop(region))
             return
         if region.is_simple and not self.consumer.in_order:
             self.consumer.take(self._parameters(region)[0], [contribution])
             return
         rows, node, number = _past_moves(contribution.whole(), edge)
-        sums = self.arrived[id(region)]
+        sums = self.sums[region]
         sums[node, number] = sums[node, number] + rows if (node, number) in sums else rows
 
     def finish(self) -> None:
         """Differentiate operations without a formula, then propagate gradients to parameters.
 
-        This must be called after the backward pass. During the pass, an operation would compute
-        only the gradients that the pass needs, and the hooks of the pass would be called again.
+        This must be called after the backward pass. During the pass, operations would compute only
+        the gradients that the pass needs, and the hooks of the pass would be called again.
         """
         for node, (gradients, waiting) in self.waiting.items():
             indices = [edge.index for edge, _ in waiting]
-            layouts = self.plan.layouts[node]
-            by_input = _by_operation(node, gradients, layouts, indices)
+            by_input = _by_operation(node, gradients, self.plan.layouts[node], indices)
             for edge, region in waiting:
                 self._take(Dense(by_input[edge.index]), edge, region)
         for region in self.plan.regions:
-            if id(region) in self.uses:  # no gradient arrived at some of its crossings
-                self.consumer.take(self._parameters(region)[0], self.uses.pop(id(region)))
-            sums = self.arrived.pop(id(region), None)
+            if region in self.uses:  # some crossings have no gradient
+                self.consumer.take(self._parameters(region)[0], self.uses.pop(region))
+            sums = self.sums.pop(region, None)
             if not sums:
                 continue
             edges, gradients, extra = [], [], {}
@@ -414,7 +411,7 @@ class _Pass:
 
 
 def _to_parameter(contribution: Contribution, edge: Edge) -> Contribution:
-    """Return a parameter's gradients from those of a reshaped or transposed view of it."""
+    """Return a parameter's gradients, given those of a reshaped or transposed view of it."""
     node = edge.node
     while leaf_of(node) is None:
         if not keeps_order(node):
@@ -424,7 +421,7 @@ def _to_parameter(contribution: Contribution, edge: Edge) -> Contribution:
 
 
 def _past_moves(rows: Tensor, edge: Edge) -> tuple[Tensor, Node, int]:
-    """Return gradients at an edge as those of the tensor below operations that move entries."""
+    """Return the gradients, node and output number of the tensor below operations of ``MOVES``."""
     node, number = edge.node, edge.number
     rows = rows.view(-1, *shape_of(node, number))
     while name_of(node) in MOVES - {"Transpose", "Permute"}:
@@ -438,7 +435,7 @@ def _past_moves(rows: Tensor, edge: Edge) -> tuple[Tensor, Node, int]:
 def _by_operation(
     node: Node, gradients: dict[int, Tensor], layouts: dict[int, Layout], indices: list[int]
 ) -> dict[int, Tensor]:
-    """Return a node's input gradients, (C, B, *shape), from one derivative for each sample."""
+    """Return gradients of inputs, (C, B, *shape), by differentiating a node once per sample."""
     n_samples = next(iter(layouts.values())).n_samples
     like = next(iter(gradients.values()))
     n_each = len(like)
@@ -448,15 +445,15 @@ def _by_operation(
         answers = differentiate(node, masked)
         for index, rows in rows_of.items():
             answer, shape = answers[index], shape_of(*node.next_functions[index])
-            # As autograd does, sum over dimensions along which the input was broadcast.
+            # Like autograd, sum over dimensions along which the input was broadcast.
             rows.append(like.new_zeros(shape) if answer is None else answer.sum_to_size(shape))
     return {i: torch.stack(rows).unflatten(0, (n_each, n_samples)) for i, rows in rows_of.items()}
 
 
 def _masked(gradient: Tensor, layout: Layout, sample: int) -> Tensor:
-    """Return the gradient with zeros at all entries that belong to other samples."""
+    """Return the gradient of one sample: zeros replace the entries of all other samples."""
     if layout.n_samples == 1:
         return gradient
-    is_own = layout.in_turn.to(gradient.device) == sample
+    is_own = layout.sample_numbers.to(gradient.device) == sample
     blocks = gradient.reshape(-1, layout.period, layout.stride)
     return torch.where(is_own[:, None], blocks, 0).view(gradient.shape)

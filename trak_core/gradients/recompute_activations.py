@@ -1,14 +1,14 @@
 """Save memory: recompute the activations of a model's repeated blocks in the backward pass.
 
-After the call of a block, only its inputs stay in memory. When the backward pass first needs a
-tensor that an operation of the block has saved, the block is called again, and all its saved
-tensors are restored. They are freed together with the graph's nodes that saved them, or when the
-next block is recomputed.
+After the call of a block, only the block's inputs stay in memory. When the backward pass first
+needs a tensor that an operation of the block has saved, the block is called again, which restores
+all its saved tensors. A saved tensor is freed together with the node of the graph that saved it, or
+when the next block is recomputed.
 
 Unlike with ``torch.utils.checkpoint``, the graph has the nodes of all operations, which
 ``one_pass`` reads, and the model need not be changed. The saved tensors of both calls are compared
-by fingerprints, and an ``InputError`` is raised if they differ. A block is not recomputed if its
-arguments contain objects that it may modify, because the second call would get other arguments.
+by fingerprints, and an ``InputError`` is raised if they differ. A block is not recomputed if it may
+modify objects among its arguments, because the second call would then get other arguments.
 
 Source: Chen et al., "Training deep nets with sublinear memory cost", 2016.
 """
@@ -30,14 +30,14 @@ from torch.utils import _pytree as pytree
 from trak_core.errors import InputError
 from trak_core.gradients.differentiable_model import graph_to, in_evaluation_mode
 
-# Types of arguments that are safe for a second call. Tensors may be modified in a call, which their
-# version counters reveal. Objects of the other types can't be modified.
-_PLAIN = (Tensor, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
+# Types of arguments with which a block can be called twice. A block may modify tensors, which their
+# version counters reveal, but can't modify objects of the other types.
+_SAFE_TYPES = (Tensor, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
 # Saved tensors of these dtypes are not compared between two calls, because they may be
 # uninitialized workspaces or seeds, which differ although the results are equal.
-_WORK = (torch.uint8, torch.uint64)
-# Allowed difference between the numbers of two calls, in machine epsilons. It is not 0, because a
-# GPU may sum in a different order in each call.
+_NOT_COMPARED = (torch.uint8, torch.uint64)
+# Allowed difference between the numbers of two calls, in machine epsilons. It is not 0, because the
+# order in which a GPU sums may differ between calls.
 _ROUNDING = 8
 
 
@@ -46,62 +46,60 @@ class Recomputation:
 
     def __init__(self, model: nn.Module):
         self._model = model
-        # The blocks: members of an ``nn.ModuleList`` or ``nn.Sequential`` in which two members have
-        # the same class.
-        self.found = _repeated(model)
+        self.blocks = _repeated_blocks(model)
         self.is_on = False  # whether the blocks are recomputed
-        # The call whose saved tensors are in memory.
-        self.last: Callable[[], _Call | None] = lambda: None
-        # Counts for ``sample_memory``: the bytes of each storage that stays in memory, by address,
-        # and the largest number of bytes that the call of one block frees.
+        # A reference to the call whose saved tensors were restored last.
+        self.restored: Callable[[], _Call | None] = lambda: None
+        # For ``sample_memory``: the bytes of each storage that stays in memory, by address, and the
+        # largest number of bytes that the call of a block frees.
         self._kept: dict[int, int] = {}
-        self._largest = 0
-        # Names of the classes of blocks that can't be called again and so keep all saved tensors.
-        self.whole: set[str] = set()
+        self._largest_freed = 0
+        # Names of the classes of blocks that can't be called twice and so keep all saved tensors.
+        self.not_recomputed: set[str] = set()
 
     def start(self) -> None:
         """Replace each block's ``forward``, so that it is recomputed from now on."""
         self.is_on = True
-        for block in self.found:
+        for block in self.blocks:
             block.forward = _Forward(self, block, block.forward)
         for module in self._model.modules():
             config: Any = getattr(module, "config", None)
             if getattr(config, "use_cache", None) is True:
                 config.use_cache = False  # the second call of a block would fill the cache again
 
-    def told(self) -> str:
-        kinds = Counter(type(block).__name__ for block in self.found)
+    def notice(self) -> str:
+        kinds = Counter(type(block).__name__ for block in self.blocks)
         names = ", ".join(f"{n} {name}" for name, n in kinds.items())
-        whole = ", ".join(sorted(self.whole))
-        whole = whole and (
+        exceptions = ", ".join(sorted(self.not_recomputed))
+        exceptions = exceptions and (
             " The following blocks write into their arguments, or get objects other than tensors, "
-            f"plain values, lists, tuples and dicts. They keep all activations: {whole}."
+            f"plain values, lists, tuples and dicts. They keep all activations: {exceptions}."
         )
         return (
             "the activations of one sample don't fit into memory. The model's repeated blocks "
             f"({names}) keep only their inputs and are recomputed in the backward pass, which "
-            f"gives the same numbers but takes longer.{whole}"
+            f"gives the same numbers but takes longer.{exceptions}"
         )
 
     def begin_count(self) -> None:
-        self._kept, self._largest = {}, 0
+        self._kept, self._largest_freed = {}, 0
 
-    def note(self, kept: dict[int, int], dropped_bytes: int) -> None:
-        """Count a call's memory: bytes of kept storages by address, and bytes that it frees."""
+    def count(self, kept: dict[int, int], freed_bytes: int) -> None:
+        """Count a call's memory: bytes of kept storages by address, and bytes that are freed."""
         self._kept.update(kept)
-        self._largest = max(self._largest, dropped_bytes)
+        self._largest_freed = max(self._largest_freed, freed_bytes)
 
-    def n_bytes(self, besides: set[int]) -> int:
-        """Return the peak memory of all calls, without storages at the addresses ``besides``."""
-        kept = sum(n for address, n in self._kept.items() if address not in besides)
-        return kept + self._largest
+    def peak_bytes(self, excluded: set[int]) -> int:
+        """Return the peak memory of all calls, without storages at the addresses ``excluded``."""
+        kept = sum(n for address, n in self._kept.items() if address not in excluded)
+        return kept + self._largest_freed
 
 
-def _repeated(model: nn.Module) -> list[nn.Module]:
-    """Return the members of outermost module lists in which two members have the same class."""
+def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the members of outermost module lists with two members of the same class."""
     blocks: list[nn.Module] = []
     inside: set[nn.Module] = set()
-    for module in model.modules():  # outer before inner
+    for module in model.modules():  # outer modules come before inner modules
         if module in inside or not isinstance(module, nn.ModuleList | nn.Sequential):
             continue
         children = [child for child in module if next(child.parameters(), None) is not None]
@@ -112,7 +110,7 @@ def _repeated(model: nn.Module) -> list[nn.Module]:
 
 
 class _Forward:
-    """A replacement for a block's ``forward``. Unlike a closure, it is copied with the model."""
+    """The replacement of a block's ``forward``. Unlike a closure, it is copied with the model."""
 
     def __init__(self, owner: Recomputation, block: nn.Module, forward: Callable[..., Any]):
         self.owner, self.block, self.forward = owner, block, forward
@@ -120,14 +118,14 @@ class _Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.block.training or not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        if not all(isinstance(leaf, _PLAIN) for leaf in pytree.tree_leaves((args, kwargs))):
-            self.owner.whole.add(type(self.block).__name__)
+        if not all(isinstance(leaf, _SAFE_TYPES) for leaf in pytree.tree_leaves((args, kwargs))):
+            self.owner.not_recomputed.add(type(self.block).__name__)
             return self.forward(*args, **kwargs)
-        return _Call(self, args, kwargs).first(args, kwargs)
+        return _Call(self, args, kwargs).run(args, kwargs)
 
 
 class _Saved:
-    """A tensor that an operation saved, or None while not in memory. Only the graph holds it."""
+    """A tensor that an operation has saved, or None while it is not in memory."""
 
     __slots__ = ("__weakref__", "call", "tensor")
 
@@ -137,24 +135,25 @@ class _Saved:
 
     def unpack(self) -> Tensor:
         if self.tensor is None:
-            self.call.again()
+            self.call.repeat()
         assert self.tensor is not None
         return self.tensor
 
 
 class _Call:
-    """One call of a block, with all that is needed to repeat it."""
+    """A call of a block, with everything that is needed to repeat the call."""
 
-    def __init__(self, of: _Forward, args: Sequence[Any], kwargs: dict[str, Any]):
-        self.of = of
-        # The arguments without their graph, which would otherwise stay in memory. They share memory
-        # and version counters with the original arguments.
-        self.given = pytree.tree_map_only(
+    def __init__(self, replacement: _Forward, args: Sequence[Any], kwargs: dict[str, Any]):
+        self.owner, self.block = replacement.owner, replacement.block
+        self.forward = replacement.forward
+        # The arguments without their graph, which would otherwise stay in memory. Their tensors
+        # share memory and version counters with the original tensors.
+        self.arguments = pytree.tree_map_only(
             Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), (tuple(args), kwargs)
         )
-        leaves = pytree.tree_leaves(self.given)
+        leaves = pytree.tree_leaves(self.arguments)
         self.inputs = [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor)]
-        parameters = list(of.block.parameters())
+        parameters = list(self.block.parameters())
         self.trained = [p for p in parameters if p.requires_grad]
         self.own = {p.untyped_storage().data_ptr() for p in parameters}
         self.saved: list[weakref.ref[_Saved]] = []
@@ -166,8 +165,8 @@ class _Call:
         self.gpus = [device] if device.type == "cuda" else []
         self.random = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self.gpus)]
 
-    def first(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Return the result of the block, and free the tensors that its operations have saved."""
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Return the result of the block, after freeing the tensors that its operations saved."""
         alive: list[tuple[_Saved, Tensor]] = []
 
         def pack(tensor: Tensor) -> Tensor | _Saved:
@@ -183,30 +182,31 @@ class _Call:
             return packed.unpack() if isinstance(packed, _Saved) else packed
 
         with saved_tensors_hooks(pack, unpack):
-            returned = self.of.forward(*args, **kwargs)
+            returned = self.forward(*args, **kwargs)
         self.saved = [weakref.ref(saved) for saved, _ in alive]
         sizes = _sizes(tensor for _, tensor in alive)
         kept = _sizes(tensor for tensor, _ in self.inputs)
-        if self._wrote():  # The block has modified its inputs.
-            self.of.owner.note(kept | sizes, 0)
-            self.of.owner.whole.add(type(self.of.block).__name__)
+        if self._are_inputs_modified():
+            self.owner.count(kept | sizes, 0)
+            self.owner.not_recomputed.add(type(self.block).__name__)
             return returned
-        self.of.owner.note(kept, sum(n for place, n in sizes.items() if place not in kept))
+        freed = sum(n for address, n in sizes.items() if address not in kept)
+        self.owner.count(kept, freed)
         for saved, _ in alive:
             saved.tensor = None
         alive.clear()  # the graph keeps ``pack`` alive, and thereby this list
         return returned
 
-    def again(self) -> None:
-        """Repeat the call, and restore the saved tensors that are still referenced."""
-        if self._wrote():
+    def repeat(self) -> None:
+        """Call the block again, and restore the saved tensors that the graph still refers to."""
+        if self._are_inputs_modified():
             raise self._refusal("its inputs had been modified")
-        before = self.of.owner.last()
-        if before is not None:
-            for reference in before.saved:
+        previous = self.owner.restored()
+        if previous is not None:
+            for reference in previous.saved:
                 if (saved := reference()) is not None:
                     saved.tensor = None
-        self.of.owner.last = weakref.ref(self)
+        self.owner.restored = weakref.ref(self)
         tensors: list[Tensor] = []
         fingerprints: list[int | Tensor | None] = []
 
@@ -215,19 +215,18 @@ class _Call:
                 tensors.append(tensor.detach())
                 fingerprints.append(_fingerprint(tensor))
 
-        block = self.of.block
         # Lists and dicts are copied, because a block may modify them.
-        args, kwargs = pytree.tree_map(lambda leaf: leaf, self.given)
+        args, kwargs = pytree.tree_map(lambda leaf: leaf, self.arguments)
         with ExitStack() as stack:
-            stack.enter_context(in_evaluation_mode(block))
-            stack.enter_context(graph_to(block, self.trained))
+            stack.enter_context(in_evaluation_mode(self.block))
+            stack.enter_context(graph_to(self.block, self.trained))
             stack.enter_context(self.autocast)
             stack.enter_context(torch.random.fork_rng(self.gpus))
             torch.set_rng_state(self.random[0])
             for gpu, state in zip(self.gpus, self.random[1:], strict=True):
                 torch.cuda.set_rng_state(state, gpu)
             stack.enter_context(saved_tensors_hooks(pack, _never))
-            self.of.forward(*args, **kwargs)
+            self.forward(*args, **kwargs)
         if [(tensor.shape, tensor.dtype) for tensor in tensors] != self.kinds:
             raise self._refusal("it saved other tensors")
         pairs = zip(fingerprints, self.fingerprints, self.kinds, strict=True)
@@ -240,14 +239,14 @@ class _Call:
     def _is_own(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self.own
 
-    def _wrote(self) -> bool:
+    def _are_inputs_modified(self) -> bool:
         return any(tensor._version != version for tensor, version in self.inputs)
 
     def _refusal(self, difference: str) -> InputError:
         return InputError(
             "Repeated blocks must compute the same numbers when they are called twice. They are "
             "called twice because a sample's activations don't fit into memory. In the second "
-            f"call of a {type(self.of.block).__name__}, {difference}. Raise compute.memory_mb, or "
+            f"call of a {type(self.block).__name__}, {difference}. Raise compute.memory_mb, or "
             "shorten the sample.",
             code="gradients.second_call",
         )
@@ -263,13 +262,13 @@ def _fingerprint(tensor: Tensor) -> int | Tensor | None:
     """Return a fingerprint of a tensor's values, or None if the tensor is not compared."""
     tensor = tensor.detach()
     is_index = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
-    if tensor.dtype in _WORK or (is_index and tensor.ndim == 0):
+    if tensor.dtype in _NOT_COMPARED or (is_index and tensor.ndim == 0):
         return None
     return _checksum(tensor) if tensor.device.type == "cpu" else _sums(tensor)
 
 
 def _checksum(tensor: Tensor) -> int:
-    """Return a checksum of a tensor's bits, for a CPU, on which two calls give the same bits."""
+    """Return a checksum of a tensor's bits. On a CPU, two calls of a block give equal bits."""
     for i, stride in enumerate(tensor.stride()):
         tensor = tensor if stride else tensor.narrow(i, 0, min(1, tensor.shape[i]))
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
@@ -281,7 +280,7 @@ def _checksum(tensor: Tensor) -> int:
 def _sums(tensor: Tensor) -> Tensor:
     """Return the sum and the norm of a tensor for each index of the last dimension.
 
-    The scale may differ along this dimension, so a single sum would hide small differences.
+    Entries may differ in scale along this dimension, so one sum would hide small differences.
     """
     values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     values = (values if values.is_floating_point() else values.double()).reshape(

@@ -20,9 +20,9 @@ from trak_core.gradients.graph import (
     Layout,
     Node,
     UnreadableGraphError,
-    guessed,
+    combined,
+    completed,
     is_function,
-    joined,
     layout_of,
     leaf_of,
     locate,
@@ -39,15 +39,15 @@ class MixedSamplesError(UnreadableGraphError):
 
 @dataclass(frozen=True, slots=True)
 class RuleInput:
-    """The argument of a rule: input ``index`` of an operation, and the layout of one output.
+    """The argument of a rule: an input of an operation, and the layout of one of its outputs.
 
-    ``input`` and ``output`` are shapes of these two tensors. The samples lie along the output's
+    ``input`` and ``output`` are the shapes of these two tensors. The samples lie along the output's
     dimension ``dim`` (-1 if they lie along several dimensions), with ``width`` consecutive indices
     for each sample.
     """
 
     node: Node
-    index: int
+    index: int  # number of the input
     output: tuple[int, ...]
     input: tuple[int, ...]
     layout: Layout
@@ -64,23 +64,23 @@ class RuleInput:
     def owners_of_rows(self, n_dims: int) -> Tensor | None:
         """Return the sample number of each row of the output, or None if a row has several samples.
 
-        Rows are indexed by the output's first ``n_dims`` dimensions, which is the result's shape.
+        Rows are indexed by the output's first ``n_dims`` dimensions, whose shape the result has.
         """
         tail = math.prod(self.output[n_dims:])
         if self.layout.stride % tail:
             return None
         head = self.output[:n_dims]
-        return self.layout.of_blocks(tail, math.prod(head)).view(head)
+        return self.layout.owners_of_blocks(tail, math.prod(head)).view(head)
 
     def saved_dims(self, n_dims: int) -> set[int]:
-        """Return the dimensions in the saved argument ``dim``, or all ``n_dims`` if it is None."""
+        """Return which of ``n_dims`` dimensions the operation's argument ``dim`` selects."""
         saved = getattr(self.node, "_saved_dim", getattr(self.node, "_saved_dims", None))
         values = range(n_dims) if saved is None else saved if isinstance(saved, tuple) else (saved,)
         return {_signed(v) % n_dims for v in values} or set(range(n_dims))
 
 
 def _signed(dim: int) -> int:
-    """Return a saved dimension as a signed number. The graph returns it as an unsigned one."""
+    """Return a dimension as a signed number. Autograd's graph stores it as an unsigned number."""
     return dim - 2**64 if dim >= 2**63 else dim
 
 
@@ -98,7 +98,7 @@ def _pointwise(given: RuleInput) -> Layout | None:
 
 
 def _repeated(given: RuleInput) -> Layout | None:
-    """Rule for an operation whose output repeats the whole input, or parts of each sample."""
+    """Rule for an operation that repeats the whole input, or entries within each sample."""
     n_entries, turn = math.prod(given.input), given.layout.stride * given.layout.period
     n_trailing = max(0, len(given.input) - 1)
     is_whole = given.output[len(given.output) - n_trailing :] == given.input[1:]
@@ -111,7 +111,7 @@ def _over_saved_dims(given: RuleInput) -> Layout | None:
 
 
 def _sliced(given: RuleInput) -> Layout | None:
-    """Rule for an operation that cuts dimensions, but not the one along which samples lie."""
+    """Rule for an operation that shortens dimensions other than that of the samples."""
     return given.along(given.dim) if len(given.input) == len(given.output) else None
 
 
@@ -131,7 +131,7 @@ def _reduced(given: RuleInput) -> Layout | None:
 
 
 def _selected(given: RuleInput) -> Layout | None:
-    """Rule for an operation whose output lacks the input's dimension ``dim``."""
+    """Rule for an operation that removes the input's dimension ``dim``."""
     (gone,) = given.saved_dims(len(given.input))
     return given.along(given.dim + (given.dim >= gone))
 
@@ -157,13 +157,13 @@ def _matrix_transposed(given: RuleInput) -> Layout | None:
 
 
 def _indexed(given: RuleInput) -> Layout | None:
-    """Rule for indexing of rows. An input row belongs to the sample of its copy in the output."""
-    n_dims, numbers, index = _rows(given.input, given)
-    picked = numbers[index]
+    """Rule for indexing of rows. An input row belongs to the sample that owns the row's copy."""
+    n_dims, row_numbers, index = _rows(given.input, given)
+    picked = row_numbers[index]
     if given.dim >= picked.ndim:  # the samples lie along dimensions that aren't indexed
         return given.along(given.dim - picked.ndim + n_dims)
-    own = given.owners_of_rows(picked.ndim)
-    return None if own is None else _owned(given, n_dims, picked, own)
+    owners = given.owners_of_rows(picked.ndim)
+    return None if owners is None else _of_picked(given, n_dims, picked, owners)
 
 
 def _index_selected(given: RuleInput) -> Layout | None:
@@ -171,23 +171,24 @@ def _index_selected(given: RuleInput) -> Layout | None:
     return _indexed(given) if is_over_samples else given.along(given.dim)
 
 
-def _owned(given: RuleInput, n_dims: int, picked: Tensor, own: Tensor) -> Layout | None:
-    """Return the layout of an input whose rows ``picked`` were copied to output rows of samples."""
+def _of_picked(given: RuleInput, n_dims: int, picked: Tensor, owners: Tensor) -> Layout | None:
+    """Return the layout of an input, given the sample that owns the copy of each row ``picked``."""
     head = given.input[:n_dims]
-    owners = torch.full((math.prod(head),), -1)
-    known = own >= 0
-    owners[picked[known]] = own[known]
-    if bool((owners[picked] != own)[known].any()):  # several samples select one row
+    input_owners = torch.full((math.prod(head),), -1)
+    known = owners >= 0
+    input_owners[picked[known]] = owners[known]
+    if bool((input_owners[picked] != owners)[known].any()):  # several samples select one row
         return None
-    return layout_of(owners.view(head), math.prod(given.input[n_dims:]), given.layout.n_samples)
+    n_entries = math.prod(given.input[n_dims:])
+    return layout_of(input_owners.view(head), n_entries, given.layout.n_samples)
 
 
 def _rows(shape: tuple[int, ...], given: RuleInput) -> tuple[int, Tensor, tuple[Any, ...]]:
     """Return how an operation selects rows of a tensor of the given shape.
 
     Returns:
-        The number of indexed dimensions, ``numbers`` and ``index``. ``numbers`` are the row numbers
-        in the shape of the indexed dimensions. The operation selects the rows ``numbers[index]``.
+        The number of indexed dimensions, the row numbers in the shape of these dimensions, and the
+        index of the operation, which selects the rows ``row_numbers[index]``.
     """
     dim = getattr(given.node, "_saved_dim", None)
     if dim is None:
@@ -201,16 +202,16 @@ def _rows(shape: tuple[int, ...], given: RuleInput) -> tuple[int, Tensor, tuple[
 
 
 def _written(given: RuleInput) -> Layout | None:
-    """Rule for an operation that writes or adds rows of input 1 to input 0, at given indices."""
+    """Rule for an operation that writes or adds the rows of input 1 to indexed rows of input 0."""
     if given.index == 0:
         return given.layout if given.input == given.output else None
     n_dims, _, index = _rows(given.output, given)
     if given.dim >= n_dims:
         return given.along(given.dim - len(given.output) + len(given.input))
-    own = given.owners_of_rows(n_dims)
-    if own is None or given.input != (*own[index].shape, *given.output[n_dims:]):
+    owners = given.owners_of_rows(n_dims)
+    if owners is None or given.input != (*owners[index].shape, *given.output[n_dims:]):
         return None
-    return layout_of(own[index], math.prod(given.output[n_dims:]), given.layout.n_samples)
+    return layout_of(owners[index], math.prod(given.output[n_dims:]), given.layout.n_samples)
 
 
 def _product(given: RuleInput, left: int = 0) -> Layout | None:
@@ -250,14 +251,14 @@ def _pooled(given: RuleInput) -> Layout | None:
 
 def _strided(given: RuleInput) -> Layout | None:
     """Rule for ``as_strided`` if it only sets channels-last strides, as in adaptive pooling."""
-    # For the shape (N, C, 1, 1), these strides don't move entries. Other strides may do so.
+    # For the shape (N, C, 1, 1), these strides don't move entries. Other strides may move them.
     c = given.input[1] if len(given.input) == 4 else 0
-    is_mark = given.input[2:] == (1, 1) and tuple(given.node._saved_stride) == (c, 1, c, c)
-    return given.layout if is_mark and given.input == given.output else None
+    keeps_entries = given.input[2:] == (1, 1) and tuple(given.node._saved_stride) == (c, 1, c, c)
+    return given.layout if keeps_entries and given.input == given.output else None
 
 
 def _attended(given: RuleInput) -> Layout | None:
-    """Rule for attention. Inputs are queries, keys, values and, on a GPU, a bias of the weights."""
+    """Rule for attention. Inputs are queries, keys, values and, on a GPU, a bias of the logits."""
     return given.along(given.dim) if given.index < 4 and given.dim in {0, 1} else None
 
 
@@ -319,11 +320,11 @@ _NAMES: dict[Rule, str] = {
 _RULES: dict[str, Rule] = {name: rule for rule, names in _NAMES.items() for name in names.split()}
 # Operations that only move entries. If their rule returns None, they are differentiated with test
 # gradients (``probed_layouts``), because samples may still be told apart.
-_PROBED_WITHOUT_ANSWER = {
+_PROBED_IF_NONE = {
     *("AsStrided", "Cat", "Stack", "Slice", "Split", "SplitWithSizes", "Select", "Unbind"),
     *("Flip", "Roll", "ConstantPadNd"),
 }
-# Rules whose results depend on saved indices. Plans that use them can't be reused.
+# Rules whose results depend on saved indices. Backward plans that use these rules can't be reused.
 _BY_VALUE = {_indexed, _index_selected, _written}
 # Rules that also handle samples that lie along several dimensions.
 _BY_POSITION = {_reshaped, _pointwise, _repeated, _strided, _indexed, _written}
@@ -332,19 +333,20 @@ _BY_POSITION = {_reshaped, _pointwise, _repeated, _strided, _indexed, _written}
 def input_layouts(
     edges: list[Edge], outputs: dict[int, Layout]
 ) -> tuple[list[Layout | None], bool]:
-    """Return the layouts of an operation's inputs, given those of its outputs, for several samples.
+    """Return the layouts of an operation's inputs, given those of the operation's outputs.
 
-    The first result has a layout for each edge, or None if samples share the input. The second is
-    True if graphs with an equal ``signature`` have the same layouts, and False if the layouts
-    depend on saved values. A ``MixedSamplesError`` is raised for statistics over samples.
+    The first result contains a layout for each edge, or None if samples share the input. The second
+    result is False if the layouts depend on saved values, and True if all graphs with an equal
+    ``signature`` have these layouts. There must be several samples. A ``MixedSamplesError`` is
+    raised if the operation computes statistics over samples.
     """
     if not edges:
         return [], True
     layouts = [_by_rule(edge, outputs) for edge in edges]
     name = name_of(edges[0].user)
-    is_unknown = name not in _RULES or (name in _PROBED_WITHOUT_ANSWER and None in layouts)
+    is_unknown = name not in _RULES or (name in _PROBED_IF_NONE and None in layouts)
     # An operation of torch that takes parameters, such as the kernel of an RNN, is differentiated
-    # once for each sample in any case. Test gradients would cost time and save nothing.
+    # once for each sample in any case. Test gradients would only cost time.
     has_parameters = any(leaf_of(edge.node) is not None for edge in edges)
     if is_unknown and (is_function(edges[0].user) or not has_parameters):
         return probed_layouts(edges, outputs), False
@@ -360,9 +362,9 @@ def _by_rule(edge: Edge, outputs: dict[int, Layout]) -> Layout | None:
     for number, layout in outputs.items():
         output = shape_of(edge.user, number)
         if rule not in _BY_POSITION and locate(output, layout) is None:
-            layout = guessed(layout)
+            layout = completed(layout)
         dim, width = locate(output, layout) or (-1, 0)
         known = dim >= 0 or rule in _BY_POSITION
         given = RuleInput(edge.user, edge.index, output, shape, layout, dim, width)
         answers.append(rule(given) if known else None)
-    return reduce(joined, answers)
+    return reduce(combined, answers)

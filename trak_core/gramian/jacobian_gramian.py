@@ -26,8 +26,8 @@ class Engine:
 
     Similar formulas are used for convolutions, embeddings, normalization layers, and parameters
     that are added or multiplied. Other operations are differentiated once for each sample. If an
-    operation mixes samples, as a recurrent layer does, gradients with respect to its inputs are
-    propagated as without ``batch_dim``.
+    operation mixes samples, as a recurrent layer does, gradients with respect to the operation's
+    inputs are propagated as without ``batch_dim``.
 
     Without ``batch_dim``, all rows of J are propagated together, one parameter after another. This
     is also done if parameters or modules have backward hooks, because hooks may change each row.
@@ -37,9 +37,8 @@ class Engine:
     Args:
         modules: Modules with the parameters to differentiate. A shared parameter counts once, and
             parameters without ``requires_grad`` are ignored.
-        batch_dim: The dimension of the output along which samples are independent, which means
-            that the entries of a sample in the output depend only on this sample in the data. None
-            if there is no such dimension.
+        batch_dim: The dimension of the output that indexes samples, if each sample's entries of the
+            output depend only on this sample's data. Otherwise None.
 
     Raises:
         InputError: If there is no module.
@@ -105,7 +104,7 @@ class Engine:
 
 
 def _by_samples(output: Tensor, parameters: Sequence[Tensor], batch_dim: int) -> Tensor | None:
-    """Return J J^T from one backward pass for all samples, or None if the graph does not allow it.
+    """Return J J^T from one backward pass for all samples, or None if this is impossible.
 
     Rows are ordered by the output's dimensions other than ``batch_dim``, and then by ``batch_dim``.
     """
@@ -132,7 +131,7 @@ def _by_samples(output: Tensor, parameters: Sequence[Tensor], batch_dim: int) ->
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
-        # Probably vmap does not support an operation. Other errors occur again in ``by_rows``.
+        # Probably vmap does not support an operation. ``by_rows`` raises any other error again.
         return None
     return gramian
 

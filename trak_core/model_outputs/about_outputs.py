@@ -26,8 +26,8 @@ class About:
         prediction: A word for the column ``prediction``. Empty if the column has no meaning.
         columns: A one-line explanation of the columns ``label`` and ``prediction``.
         raises: The quantity that a positive score raises. Empty if a larger f is always better.
-        better: ``larger`` if a larger f has a smaller loss, or ``closer`` if an f closer to the
-            label has. Empty if this is unknown.
+        better: ``larger`` if the loss is smaller for a larger f, or ``closer`` if it is smaller for
+            an f closer to the label. Empty if this is unknown.
         place: The module that defines the model output, and the name in this module, such as
             ``supervised.LOSS``. Empty for a user-defined function.
         labels_are_classes: Whether the label of a sample is one of several classes.
@@ -35,9 +35,9 @@ class About:
             and ``prediction`` is the number of parts that are predicted correctly.
         weight_is_probability: Whether the loss weight is a probability or a mean of probabilities.
             It is then close to 0 for confident samples.
-        weighs_by_curvature: Whether the normal matrix is by default weighted by the curvature if
+        weighs_by_curvature: Whether the normal matrix is weighted by the curvature by default if
             checkpoints are from several steps of a run. False if the loss is not a function of f,
-            and for texts, whose curvatures p (1 - p) differ by factors such as e^100.
+            and for texts, whose curvatures p (1 - p) may differ by factors such as e^100.
         has_loss_noise: Whether ``ModelOutput.loss_noise`` is defined, which `label_draws` needs.
         needs_pairs: Whether f compares a sample with other samples drawn from the training data.
     """
@@ -72,7 +72,7 @@ class About:
 
     @property
     def verdicts(self) -> tuple[str, str]:
-        """Suffixes for the headings in ``sides``, which state when these scores are good or bad."""
+        """Suffixes of the headings ``sides``, which state whether these scores are good or bad."""
         if self.better == "closer":
             return " (good where f is below the label)", " (good where f is above the label)"
         neither = "", ". Neither is good or bad by itself"
@@ -80,19 +80,19 @@ class About:
 
     @property
     def effects(self) -> tuple[str, str]:
-        """What helpful and harmful training samples do to a target, as verb phrases."""
+        """Verb phrases for what helpful and harmful training samples do to a target."""
         if self.better == "closer":
             return "bring f closer to the label", "take f away from the label"
         return "push f up", "push f down"
 
     @property
     def worst_fitted(self) -> str:
-        """The order of a list that begins with the samples that the model fits worst."""
+        """A phrase for the order of a list that begins with the samples that are fitted worst."""
         is_distance = self.better == "closer"
         return "size of loss_weight, largest first" if is_distance else "output, lowest first"
 
     def load(self, *others: Any) -> "ModelOutput":
-        """Return the model output. ``others`` are the arguments of ``contrast`` for CLIP."""
+        """Return the model output. For CLIP, ``others`` are the arguments of ``clip.contrast``."""
         module, name = self.place.split(".")
         output = getattr(importlib.import_module(f"trak_core.model_outputs.{module}"), name)
         return output(*others) if self.needs_pairs else output
@@ -115,7 +115,7 @@ _LABEL = About(
 
 
 def _of_parts(parts: str, **fields: Any) -> About:
-    """Return the description of a model output whose labels consist of parts, such as tokens."""
+    """Return the description of a model output for labels of several parts, such as tokens."""
     return About(
         label=parts,
         prediction="right",
@@ -127,7 +127,7 @@ def _of_parts(parts: str, **fields: Any) -> About:
     )
 
 
-# Causal, masked and sequence-to-sequence models have the same function of tokens' log-odds.
+# For causal, masked and sequence-to-sequence models, f is the same function of the log-odds.
 _TOKENS = _of_parts(
     "tokens",
     name="the joint log-odds of the tokens that count",

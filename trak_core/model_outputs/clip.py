@@ -30,7 +30,7 @@ def pair_margins(
 
 
 def drawn_pairs(n_pairs: int, n_drawn: int, seed: int) -> list[int]:
-    """Return sorted indices of pairs, drawn uniformly without replacement, or of all if too few."""
+    """Return sorted indices of ``n_drawn`` pairs, drawn without replacement, or at most all."""
     order = torch.randperm(n_pairs, generator=torch.Generator().manual_seed(seed))
     return sorted(order[:n_drawn].tolist())
 
@@ -60,7 +60,7 @@ def read_embeddings(returned: object) -> Tensor:
 
 
 def contrast(other_images: Tensor, other_texts: Tensor, scale: float) -> ModelOutput:
-    """Return the model output of image-text pairs: the sum of the results of ``pair_margins``.
+    """Return the model output of image-text pairs: the sum of both results of ``pair_margins``.
 
     The embeddings of other pairs, shape (others, d), and the scale are not differentiated.
     """

@@ -10,7 +10,7 @@ from trak_core.model_outputs.model_output import IGNORED, ModelOutput, OfValue, 
 from trak_core.model_outputs.supervised import (
     counted_margins,
     log_odds_of_all,
-    mean_counted,
+    mean_loss_weight,
     probability_curvature,
     probability_weight,
     softmax_noise,
@@ -34,7 +34,7 @@ def labelled_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _of_tokens(ahead: int, *, takes_labels: bool = False) -> ModelOutput:
-    """Return the model output for models whose logits at token t predict label t + ``ahead``."""
+    """Return the model output of models whose logits at token t predict label t + ``ahead``."""
 
     def value(logits: Tensor, labels: Tensor) -> Tensor:
         return labelled_log_odds(logits[: len(logits) - ahead], labels[ahead:])
@@ -69,7 +69,7 @@ def _of_tokens(ahead: int, *, takes_labels: bool = False) -> ModelOutput:
 def tokens_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the sum of the log-odds log(p_t / (1 - p_t)) of all labels, float32 or float64.
 
-    Row t of the logits predicts the label at t + 1. ``IGNORED`` labels are skipped. Unlike in
+    Row t of the logits predicts label t + 1. ``IGNORED`` labels are skipped. Unlike in
     ``labelled_log_odds``, all tokens count equally, however confident the model is.
 
     Source: the margin in Park et al., "TRAK", ICML 2023, section 3.1, applied to each token.
@@ -78,20 +78,11 @@ def tokens_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.where(counted, margins, 0).sum()
 
 
-def _mean_loss_weight(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean of 1 - p_t over labelled tokens t, where p_t is the label's probability.
-
-    If the log-odds of all tokens change equally, this is -dl/df of the loss l = -sum_t log p_t.
-    """
-    margins, counted = counted_margins(logits[:-1], labels[1:])
-    return mean_counted(torch.sigmoid(-margins), counted)
-
-
 LANGUAGE_MODELLING = _of_tokens(1)
 TOKEN_LOG_ODDS = replace(
     LANGUAGE_MODELLING,
     value=tokens_log_odds,
-    loss_weight=_mean_loss_weight,
+    loss_weight=lambda logits, labels: mean_loss_weight(logits[:-1], labels[1:]),
     curvature=None,
     joins_tokens=False,
 )
@@ -117,8 +108,8 @@ def of_margins(output: ModelOutput, n_classes: Callable[[], int | None]) -> Mode
     return replace(
         output,
         value=value,
-        loss_weight=lambda tokens, labels: probability_weight(value(tokens, labels)),
-        curvature=lambda tokens, labels: probability_curvature(value(tokens, labels)),
+        loss_weight=OfValue(value, probability_weight),
+        curvature=OfValue(value, probability_curvature),
         prediction=tokens_right,
         n_classes=lambda tokens: n_classes(),
         loss_noise=None,
@@ -126,7 +117,7 @@ def of_margins(output: ModelOutput, n_classes: Callable[[], int | None]) -> Mode
 
 
 def warn_of_masked_model(output: ModelOutput, model: nn.Module) -> None:
-    """Print a warning if a masked language model is used with the output of a causal model."""
+    """Print a warning if the model output of causal models is used for a masked model."""
     names = sorted({type(module).__name__ for module in model.modules()})
     masked = [name for name in names if name.endswith("ForMaskedLM")]
     if output is LANGUAGE_MODELLING and masked:

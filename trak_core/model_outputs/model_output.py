@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from trak_core.errors import InputError, caused_by_out_of_memory
+from trak_core.errors import InputError, caused_by_out_of_memory, first_line
 
-# The label of tokens and pixels that are skipped, as in torch's cross entropy.
+# The label of tokens and pixels that don't count, as in torch's cross entropy.
 IGNORED = -100
 
 
 def _mean_number(label: Tensor) -> Tensor:
-    """Return the number in a label, or the mean of the numbers in a label that are not NaN."""
+    """Return a label that is one number, or the mean of a label's numbers that are not NaN."""
     if label.numel() != 1:
         return label.float().nanmean().nan_to_num()
     number = label.reshape(())
@@ -78,7 +78,7 @@ def _has_rows(leaf: object) -> TypeGuard[Tensor]:
 
 
 def rows_in(returned: Any, n_samples: int) -> list[Tensor]:
-    """Return all tensors with dimensions. Each of them must have one row for each sample."""
+    """Return all tensors that have dimensions. Raise an error unless each has a row per sample."""
     rows = [leaf for leaf in pytree.tree_leaves(returned) if _has_rows(leaf)]
     lengths = [len(leaf) for leaf in rows if len(leaf) != n_samples]
     if lengths or not rows:
@@ -97,14 +97,14 @@ def of_sample(returned: Any, i: int, n_samples: int) -> Any:
     def row(leaf: Any) -> Any:
         if not _has_rows(leaf):
             return leaf
-        # squeeze avoids a copy in the backward pass, which is large for the logits of a text.
+        # Unlike indexing, squeeze needs no copy in the backward pass, which is large for logits.
         return leaf.squeeze(0) if n_samples == 1 else leaf[i]
 
     return row(returned) if isinstance(returned, Tensor) else pytree.tree_map(row, returned)
 
 
 def over_samples(function: Callable[..., Any], returned: Any, labels: Tensor) -> Any:
-    """Return the results of a function of one sample's tensors and label for all samples."""
+    """Return the results for all samples of a function of one sample's tensors and label."""
     n_samples = len(labels)
     rows_in(returned, n_samples)
     if isinstance(returned, Tensor):
@@ -130,7 +130,7 @@ def detached(returned: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class OfValue:
-    """A function of the model output f alone. If f is known, ``function`` can be called with it."""
+    """A function of the model output f alone: ``function(f)``, where f is ``value``."""
 
     value: Callable[[Tensor, Tensor], Tensor]
     function: Callable[[Tensor], Tensor]
@@ -164,7 +164,7 @@ def read_logits(returned: object) -> Tensor:
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
-    """Return the tensor in float32 or float64. Half precision is too inaccurate for log-odds."""
+    """Return the tensor in float32 or float64, because lower precision is bad for log-odds."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
@@ -194,7 +194,7 @@ def own_output(made: object, name: str) -> ModelOutput:
         prediction=(
             prediction and _checked(prediction, f"the prediction of {name}", keeps_integers=True)
         ),
-        # If logits were computed in pieces, f would be the joint log-odds instead of the user's f.
+        # Logits must not be computed in pieces, because this replaces f by the joint log-odds.
         joins_tokens=False,
     )
 
@@ -207,7 +207,7 @@ def _of_function(function: Callable[..., Any], name: str) -> ModelOutput:
     parameters = [] if signature is None else [*signature.parameters.values()]
     by_keyword = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD
     given = [p for p in parameters if p.default is p.empty and p.kind not in by_keyword]
-    # If `label` were optional, it would be unknown whether samples have labels.
+    # From an optional argument `label`, it is unclear whether samples have labels.
     is_clear = all(p.name != "label" or p in given for p in parameters)
     if is_clear and (any(p.kind is p.VAR_POSITIONAL for p in given) or len(given) == 2):
         return ModelOutput(value=function)
@@ -224,9 +224,9 @@ def _of_function(function: Callable[..., Any], name: str) -> ModelOutput:
 def _checked(
     function: Callable[[Any, Tensor], Tensor], name: str, *, keeps_integers: bool = False
 ) -> Callable[[Any, Tensor], Tensor]:
-    """Return the function, with explained errors and a check that the result is one number.
+    """Return a function that also explains errors and checks that the result is one number.
 
-    The number is converted to float32 or float64. If ``keeps_integers``, integers become int64.
+    The result is converted to float32 or float64, or integers to int64 if ``keeps_integers``.
     """
 
     def number(returned: Any, label: Tensor) -> Tensor:
@@ -255,7 +255,6 @@ def _checked(
 
 
 def _explained(error: Exception, name: str) -> InputError:
-    first_line = (str(error).splitlines() or [""])[0]
     frames = traceback.extract_tb(error.__traceback__)[1:]
     frames = [frame for frame in frames if "/torch/" not in frame.filename] or frames
     where = "".join(f" in {f.filename}:{f.lineno}: {f.line}" for f in frames[-1:])
@@ -269,6 +268,6 @@ def _explained(error: Exception, name: str) -> InputError:
         )
     return InputError(
         f"{name} must compute a number for one sample, without the batch dimension. Found "
-        f"{type(error).__name__}: {first_line}{where}.",
+        f"{type(error).__name__}: {first_line(error)}{where}.",
         code="model_outputs.failed",
     )

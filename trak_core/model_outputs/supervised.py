@@ -72,7 +72,7 @@ def _log_loss_of_token(margins: Tensor) -> Tensor:
     confident = margins > _CONFIDENT
     e = torch.exp(-torch.where(confident, margins, _CONFIDENT))
     series = -margins - e / 2 + 5 * e**2 / 24
-    # Each branch gets harmless values where it is not used, because its gradient could be NaN.
+    # Where a branch is not used, it gets harmless values, because its gradient could be NaN.
     plain = torch.log(softplus(-torch.where(confident, _CONFIDENT, margins)))
     return torch.where(confident, series, plain)
 
@@ -105,6 +105,16 @@ def mean_counted(numbers: Tensor, counted: Tensor) -> Tensor:
     return torch.where(counted, numbers, 0).sum() / counted.sum()
 
 
+def mean_loss_weight(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean of 1 - p over labels that are not ``IGNORED``, for label probabilities p.
+
+    This is -dl/df if all log-odds change equally, where f is the sum or mean of the log-odds, and l
+    the sum or mean of the cross entropies.
+    """
+    margins, counted = counted_margins(logits, labels)
+    return mean_counted(torch.sigmoid(-margins), counted)
+
+
 def mean_pixel_margin(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the mean of the log-odds log(p / (1 - p)) of all labels, float32 or float64.
 
@@ -116,15 +126,6 @@ def mean_pixel_margin(logits: Tensor, labels: Tensor) -> Tensor:
     return mean_counted(*counted_margins(logits.movedim(0, -1), labels))
 
 
-def _pixels_loss_weight(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean of 1 - p over labelled pixels, where p is the label's probability.
-
-    If the log-odds of all pixels change equally, this is -dl/df of the mean cross entropy l.
-    """
-    margins, counted = counted_margins(logits.movedim(0, -1), labels)
-    return mean_counted(torch.sigmoid(-margins), counted)
-
-
 def _pixels_noise(logits: Tensor, labels: Tensor, uniform: Tensor) -> Tensor:
     counted = labels != IGNORED
     noise = softmax_noise(logits.movedim(0, -1), uniform).movedim(-1, 0)
@@ -134,7 +135,7 @@ def _pixels_noise(logits: Tensor, labels: Tensor, uniform: Tensor) -> Tensor:
 SEGMENTATION = ModelOutput(
     read=read_logits,
     value=mean_pixel_margin,
-    loss_weight=_pixels_loss_weight,
+    loss_weight=lambda logits, labels: mean_loss_weight(logits.movedim(0, -1), labels),
     curvature=None,
     prediction=lambda logits, labels: (logits.argmax(0) == labels).sum().float(),
     label_number=lambda labels: (labels != IGNORED).sum(),
@@ -145,7 +146,7 @@ SEGMENTATION = ModelOutput(
 
 
 def _margins(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log-odds of each label's value, and a mask that is False for ignored labels."""
+    """Return the log-odds of the value, 0 or 1, of each label, and a mask of labels that count."""
     if logits.shape != labels.shape:
         raise InputError(
             "The model output multi_label needs one logit for each label. Found logits of shape "
@@ -215,7 +216,7 @@ REGRESSION = ModelOutput(
 
 
 def _read_loss(returned: object) -> Tensor:
-    """Return the ``loss`` in a model's return value or, without one, what ``read_logits`` finds."""
+    """Return the ``loss`` in a model's return value, or else the result of ``read_logits``."""
     is_mapping = isinstance(returned, Mapping)
     loss = returned.get("loss") if is_mapping else getattr(returned, "loss", None)
     return loss if isinstance(loss, Tensor) else read_logits(returned)

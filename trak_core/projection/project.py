@@ -1,4 +1,4 @@
-"""Project gradients with the backend for their device, and map vectors back to gradients."""
+"""Project gradients on the CPU or GPU that stores them, and map vectors back to gradients."""
 
 import itertools
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ def _checked_blocks(gradients: M | Sequence[M]) -> list[M]:
 
 
 def _checked_out(out: M | None, accumulate: bool, like: M, proj_dim: int) -> M:
-    """Return ``out``, or a new array if it is None. It has zeros unless ``accumulate`` is true."""
+    """Return ``out``, or a new array if it is None, with zeros unless ``accumulate`` is true."""
     shape = (len(like), proj_dim)
     if out is None:
         if isinstance(like, Tensor):
@@ -77,7 +77,7 @@ def _checked_out(out: M | None, accumulate: bool, like: M, proj_dim: int) -> M:
 
 
 def _array(tensor: Matrix) -> np.ndarray:
-    """Return a matrix on the CPU as a NumPy array, without a copy. bfloat16 is viewed as uint16."""
+    """Return a CPU matrix as a NumPy array, without a copy. bfloat16 is viewed as uint16."""
     if isinstance(tensor, np.ndarray):
         return tensor
     if tensor.dtype is torch.bfloat16:
@@ -88,7 +88,7 @@ def _array(tensor: Matrix) -> np.ndarray:
 def _check_finite(out: Matrix) -> None:
     if isinstance(out, Tensor) and out.is_cuda:
         finite = torch.isfinite(out)
-    else:  # NumPy takes a tenth of torch's time.
+    else:  # On a CPU, NumPy takes a tenth of torch's time.
         finite = np.isfinite(_array(out))
     if not finite.all():
         rows = [i for i, row in enumerate(finite) if not row.all()]
@@ -105,8 +105,8 @@ def add_projection(
     """Add the unscaled projection of blocks of gradients to ``out``, without checks.
 
     Blocks have consecutive columns. The first column of the first block is multiplied by row
-    ``offset`` of the projection matrix. Unlike ``project``, this function does not check values. On
-    CUDA, it only queues work, and a check would wait for the GPU.
+    ``offset`` of the projection matrix. On CUDA, this function only queues work, whereas the checks
+    of ``project`` wait for the GPU.
     """
     device = out.device.type if isinstance(out, Tensor) else "cpu"
     result: Any = out
@@ -119,7 +119,7 @@ def add_projection(
         parts = [(i, x) for i, x in zip(starts, blocks, strict=False) if isinstance(x, Tensor)]
         add_rows(result, parts, spec)
     elif device == "cuda":
-        # This is imported here because machines without a GPU need not have numba-cuda.
+        # This is not imported above, because machines without a GPU need not have numba-cuda.
         from trak_core.projection.cuda import project_cuda
 
         project_cuda(blocks, spec, offset, result)
@@ -237,7 +237,7 @@ _ENTRIES = 2**18  # number of entries that ``back_project`` computes at a time f
 def back_project(vectors: Tensor, spec: ProjectionSpec, offset: int, n_entries: int) -> Tensor:
     """Return ``vectors @ R[offset : offset + n_entries].T`` for the unscaled projection matrix R.
 
-    This is the transpose of ``project``: if g is the row returned for a vector v, then
+    This is the transpose of ``project``: if the result for a vector v is g, then
     <x, g> = <x R, v> for every gradient x. ``vectors`` has shape (m, k), and the result has shape
     (m, n_entries). Both are float32.
 
@@ -264,7 +264,7 @@ def _read_sketch(vectors: Tensor, spec: ProjectionSpec, offset: int) -> Tensor:
     number = starts.index(offset)
     n0, n1 = spec.shapes[number]
     directions = vectors.new_empty(len(vectors), n0, n1)
-    # Rows are computed a few at a time, to limit the memory for temporary tensors.
+    # A few rows are computed at a time, to limit the memory for temporary tensors.
     step = max(1, _ENTRIES // max(1, len(vectors) * n1))
     for rows in (slice(first, first + step) for first in range(0, n0, step)):
         columns, signs = entries_of_rows(spec, vectors.device, number, rows)

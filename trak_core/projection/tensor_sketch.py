@@ -32,14 +32,14 @@ from trak_core.projection.cpu.sketches import add_squares_cpu, fill_pairs_cpu, h
 from trak_core.settings import ProjectionSpec
 
 # The largest number of complex numbers that are transformed in one call. On a CPU, they take 1 MiB,
-# which fits into a core's cache. On a GPU, they take 64 MiB, or 1/256 of its memory if that is
-# more. They are larger there, because a call takes 0.2 ms to start.
+# which fits into a core's cache. On a GPU, where a call takes 0.2 ms to start, they take 64 MiB, or
+# 1/256 of the GPU's memory if that is more.
 _PIECE, _PIECE_OF_GPU, _SHARE_OF_GPU = 2**17, 2**23, 256
-# Costs in nanoseconds on one core, by which the cheaper of two methods is chosen. Measured on an
-# AMD EPYC with torch 2.13 for k = 1,024 and 4,096 and layers of size 256 to 3,072. ``_CALL_NS`` and
-# ``_LANE_NS`` were chosen on an Intel Xeon from 135 cases of size 10 to 768 and k = 64 to 4,096. In
-# these cases, the selected method took on average 1.02 times as long as the faster method, and at
-# most 1.5 times.
+# Costs in nanoseconds on one core, by which the cheaper of two methods is selected. They were
+# measured on an AMD EPYC with torch 2.13 for k = 1,024 and 4,096 and layers of size 256 to 3,072.
+# ``_CALL_NS`` and ``_LANE_NS`` were chosen on an Intel Xeon from 135 cases of size 10 to 768 and
+# k = 64 to 4,096. In these cases, the selected method took on average 1.02 times as long as the
+# faster method, and at most 1.5 times.
 _TRANSFORM_NS = 0.33  # transforming a token's two factors and multiplying them, per k log2(k)
 _COUNT_NS = 2.0  # adding one entry of a token's factor to its bucket
 _PRODUCT_NS = 0.035  # adding a token's term to one entry of a formed gradient
@@ -65,13 +65,13 @@ def prefers_factors(n_samples: int, n_tokens: int, rows: int, columns: int, proj
 
 @lru_cache(maxsize=16)
 def _hashes_on(spec: ProjectionSpec, device: torch.device) -> list[Tensor]:
-    """Return the buckets and signs of a tensor sketch, the fields of ``Hashes``, on a device."""
+    """Return the buckets and signs of a tensor sketch on a device, as the fields of ``Hashes``."""
     return [torch.from_numpy(x).to(device) for x in hashes_of(spec)]
 
 
 @lru_cache(maxsize=16)
 def _pairs_on(spec: ProjectionSpec, device: torch.device) -> list[tuple[Tensor, ...]]:
-    """Return a tuple for each parameter: its rows' buckets and signs, then those of its columns."""
+    """Return the buckets and signs of each parameter's rows and then of its columns."""
     _, shapes, _, *flat = _hashes_on(spec, device)
     pairs = list(zip(*(x.split(shapes.flatten().tolist()) for x in flat), strict=True))
     return [rows + columns for rows, columns in zip(pairs[::2], pairs[1::2], strict=True)]
@@ -80,10 +80,10 @@ def _pairs_on(spec: ProjectionSpec, device: torch.device) -> list[tuple[Tensor, 
 def entries_of_rows(
     spec: ProjectionSpec, device: torch.device, number: int, rows: Tensor | slice
 ) -> tuple[Tensor, Tensor]:
-    """Return the column and the value of the nonzero entry of R for each entry of a parameter.
+    """Return the column and value of the single nonzero entry in some rows of R.
 
-    The entries are those in ``rows`` of parameter ``number``. Both results have shape (*shape of
-    ``rows``, n1), where n1 is the parameter's number of columns.
+    These are the rows of R for the entries of parameter ``number`` that are in the parameter's
+    ``rows``. Both results have shape (*shape of ``rows``, n1) for a parameter with n1 columns.
     """
     bucket0, sign0, bucket1, sign1 = _pairs_on(spec, device)[number]
     columns = (bucket0[rows].unsqueeze(-1) + bucket1) % spec.proj_dim
@@ -92,11 +92,11 @@ def entries_of_rows(
 
 @lru_cache(maxsize=2)
 def _entries_on(spec: ProjectionSpec, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Return tensors that say which entry of two factors each bucket gets, and with which sign.
+    """Return the index and sign of the entry that each bucket gets, for count sketches by indexing.
 
-    A run of k consecutive entries of a factor fills the k buckets with one entry each, so that
-    count sketches can be computed by indexing. There is a pair of tensors for each parameter, both
-    of shape (runs, k, 2), whose last index is the factor. An empty bucket has sign 0.
+    A run of k consecutive entries of a factor fills the k buckets with one entry each. There is a
+    pair of tensors for each parameter, both of shape (runs, k, 2), whose last index is the factor.
+    An empty bucket has sign 0.
     """
     k, on_device = spec.proj_dim, []
     for bucket0, sign0, bucket1, sign1 in _pairs_on(spec, torch.device("cpu")):
@@ -115,7 +115,7 @@ def _has_kernels(device: torch.device) -> bool:
 
 
 def _pieces_on(device: torch.device) -> tuple[int, int]:
-    """Return the largest size of one transform on a device, for one and for several parameters."""
+    """Return the most numbers in a transform, for one parameter and for several together."""
     if device.type != "cuda":
         most = _PIECE if _has_kernels(device) else _PIECE_OF_GPU
         return most, most
@@ -154,19 +154,19 @@ def _fill_counts(
 def _balancing_scales(left: Tensor, right: Tensor) -> list[Tensor]:
     """Return two scales for each pair of vectors in ``left`` and ``right``.
 
-    Multiplied by them, the two vectors of a pair have equal norms. If one of the vectors is 0, both
+    The two vectors, multiplied by their scales, have equal norms. If one of the vectors is 0, both
     scales are 0.
     """
     # In float64, squares do not over- or underflow.
     norms = [torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float64) for x in (left, right)]
     scale = (norms[1] / norms[0]).sqrt_()
-    # A vector with NaN or infinity gets the scale 0. Its products with 0 are NaN, so that the error
-    # is not hidden.
+    # A vector with NaN or infinity gets the scale 0. Since 0 times NaN or infinity is NaN, the
+    # sketch then contains NaN, which is reported.
     return [x.nan_to_num(0, 0, 0).float() for x in (scale, 1 / scale)]
 
 
 def _pieces(left: Tensor, most: int) -> list[tuple[slice, slice]]:
-    """Return slices of samples and tokens for pieces of at most ``most`` tokens, or one token."""
+    """Return slices of samples and tokens for pieces with at most ``most`` tokens, or one token."""
     n_samples, n_tokens = left.shape[:2]
     if n_tokens > most:
         starts = itertools.product(range(n_samples), range(0, n_tokens, max(1, most)))
@@ -205,10 +205,10 @@ def _add_lookups(
     _add_at(out, columns.flatten(1), (right.float() * signs).flatten(1))
 
 
-def _places(
+def _columns_and_signs(
     spec: ProjectionSpec, device: torch.device, bounds: tuple[tuple[int, int], ...]
 ) -> tuple[Tensor, Tensor]:
-    """Return the columns and signs of R at the coordinates in the ranges of ``bounds``."""
+    """Return the columns and signs of the entries of R for coordinates in the given ranges."""
     starts, shapes, positions, buckets, signs = _hashes_on(spec, device)
     coordinates = torch.cat([torch.arange(*bound, device=device) for bound in bounds])
     numbers = torch.searchsorted(starts, coordinates, right=True) - 1
@@ -217,30 +217,30 @@ def _places(
     return (buckets[i] + buckets[j]) % spec.proj_dim, signs[i] * signs[j]
 
 
-# Up to this number of coordinates, as in biases, their columns and signs are cached between
-# batches. Larger numbers of coordinates are processed in pieces, to limit memory.
-_MOST_KEPT, _MOST_PLACES = 2**20, 2**22
-_kept_places = lru_cache(maxsize=4)(_places)
+# The columns and signs for up to ``_MOST_CACHED`` coordinates, as in biases, are kept between
+# batches. More than ``_MOST_COORDINATES`` are processed in pieces, to limit memory.
+_MOST_CACHED, _MOST_COORDINATES = 2**20, 2**22
+_cached_columns_and_signs = lru_cache(maxsize=4)(_columns_and_signs)
 
 
 def add_rows(out: Tensor, parts: Sequence[tuple[int, Tensor]], spec: ProjectionSpec) -> None:
     """Add the sketches of whole gradients to ``out``, shape (b, k).
 
-    Each part is a pair of a first coordinate and the gradients at n_i consecutive coordinates from
-    there on, shape (b, n_i).
+    Each part is a pair of a coordinate and the gradients, shape (b, n_i), at the n_i consecutive
+    coordinates that begin there.
     """
     pieces = [
-        (first + at, block[:, at : at + _MOST_PLACES])
+        (first + at, block[:, at : at + _MOST_COORDINATES])
         for first, block in parts
-        for at in range(0, block.shape[1], _MOST_PLACES)
+        for at in range(0, block.shape[1], _MOST_COORDINATES)
     ]
     while pieces:
         n, taken = 0, 0
-        while taken < len(pieces) and n + pieces[taken][1].shape[1] <= _MOST_PLACES:
+        while taken < len(pieces) and n + pieces[taken][1].shape[1] <= _MOST_COORDINATES:
             n, taken = n + pieces[taken][1].shape[1], taken + 1
         bounds = tuple((first, first + block.shape[1]) for first, block in pieces[:taken])
-        places = _kept_places if n <= _MOST_KEPT else _places
-        columns, signs = places(spec, out.device, bounds)
+        function = _cached_columns_and_signs if n <= _MOST_CACHED else _columns_and_signs
+        columns, signs = function(spec, out.device, bounds)
         values = torch.cat([block for _, block in pieces[:taken]], dim=1)
         _add_at(out, columns, (values * signs).to(out.dtype))
         pieces = pieces[taken:]
@@ -274,7 +274,7 @@ class OuterProducts:
         k, (n_samples, n_tokens) = self.spec.proj_dim, left.shape[:2]
         has_kernels = _has_kernels(left.device)
         most, most_held = (n // k for n in _pieces_on(left.device))
-        # On a GPU, count sketches are formed by indexing, and each run of k entries of a factor
+        # On a GPU, count sketches are computed by indexing, where each run of k entries of a factor
         # takes as much memory as a sketch.
         runs = 1 if has_kernels else -(-max(self.spec.shapes[number]) // k)
         if 2 * runs * n_samples * n_tokens <= most_held:
@@ -319,11 +319,11 @@ class OuterProducts:
 class Contractions:
     """Compute inner products of given vectors with the sketches of single tokens' gradients.
 
-    A token's gradient is an outer product a_t b_t^T. It is sketched once for all vectors. Let X, Y
-    and V be the Fourier transforms of its count sketches x and y and of a vector v. Then Parseval's
-    theorem gives <sketch, v> = Re <X Y, V> / k. As x, y and v are real, half of the frequencies
-    suffice. One matrix product computes the results for all tokens and vectors of a sample. The
-    error of a result is at most 1e-6 |a_t| |b_t| |v|.
+    A token's gradient is an outer product a_t b_t^T, which is sketched once for all vectors. Let X,
+    Y and V be the Fourier transforms of the count sketches x of a_t and y of b_t, and of a vector
+    v. Then Parseval's theorem gives <sketch, v> = Re <X Y, V> / k. As x, y and v are real, half of
+    the frequencies suffice. One matrix product computes the results for all tokens and vectors of a
+    sample. The error of a result is at most 1e-6 |a_t| |b_t| |v|.
 
     Attributes:
         vectors: Shape (m, k), float32.
@@ -341,7 +341,7 @@ class Contractions:
         self.spectra = spectra.flatten(1).float()
 
     def prefers_factors(self, n_samples: int, n_pairs: int, n_tokens: int, number: int) -> bool:
-        """Return whether it is cheaper to sketch tokens than to multiply their factors by each R v.
+        """Return whether sketching tokens is cheaper than multiplying their factors by each R v.
 
         Here v is a vector and R is the projection matrix. There are ``n_pairs`` pairs of a sample
         and a vector, and ``n_tokens`` outer products in each sample.
@@ -363,9 +363,10 @@ class Contractions:
         """Return <left[b, t] right[b, t]^T, R v> for pairs of a sample b and a vector v.
 
         ``left`` and ``right`` are factors of the gradient of parameter ``number``, with shapes
-        (samples, tokens, n0) and (samples, tokens, n1). Pairs are sorted by sample. ``groups`` has,
-        for each sample that occurs, its number and the slice of its pairs. ``directions`` has the
-        index of each pair's vector in ``vectors``. The result has shape (pairs, tokens).
+        (samples, tokens, n0) and (samples, tokens, n1). Pairs are sorted by sample. ``groups``
+        contains, for each sample that occurs, the sample's number and the slice of its pairs.
+        ``directions`` contains the index of each pair's vector in ``vectors``. The result has shape
+        (pairs, tokens).
         """
         products = self.vectors.new_empty(len(directions), left.shape[1])
         if len(groups) < len(left):

@@ -11,7 +11,7 @@ from trak_core.config.read_config import recorded_config
 from trak_core.config.specs_from_config import Specs
 from trak_core.errors import InputError
 
-# How error messages name the keys of a file's settings.
+# What error messages call the keys of a file's settings.
 _NAMES = {
     "dtype": "features_dtype",
     "parameter_patterns": "parameters",
@@ -26,7 +26,7 @@ _SCORING_KEYS = ("damping", "combine", "loss_weight_power")
 
 @dataclass(frozen=True, slots=True)
 class FinishedRun:
-    """A finished run: its settings, its results, and the folder to which paths are relative."""
+    """A finished run: settings, results folder, and the folder to which its paths are relative."""
 
     specs: Specs
     results: Path
@@ -34,7 +34,7 @@ class FinishedRun:
 
     @classmethod
     def of_config(cls, config: dict[str, Any], results: Path, folder: Path) -> Self:
-        """Return the finished run of a complete config. Raise an error if files are missing."""
+        """Return the run of a config that has all defaults. Raise an error if files are missing."""
         results, folder = results.resolve(), folder.resolve()
         with contextlib.chdir(folder):
             if not Path(config["study"]).is_file():
@@ -73,7 +73,7 @@ class FinishedRun:
         return [self.checkpoint(name), *(self.results / path for path in made)]
 
     def check_scores(self) -> None:
-        """Raise an error if the scores of an experiment have other settings than the config."""
+        """Raise an error if an experiment's scores were computed with other settings than now."""
         for name in self.specs.experiments:
             path = self.results / "scores" / f"{name}.h5"
             if path.exists():
@@ -84,7 +84,7 @@ class FinishedRun:
                     self.refuse_changed(path, differ)
 
     def refuse_changed(self, path: Path, keys: Sequence[str]) -> NoReturn:
-        """Raise an error for a file whose settings ``keys`` differ from those of the config."""
+        """Raise an error for a file whose settings ``keys`` differ from the config."""
         names = ", ".join(_NAMES.get(key, key) for key in keys)
         raise InputError(
             f"{self.results}: the run must have used the current config, study, data and "

@@ -86,20 +86,20 @@ class OpenRun(FittedAttributor):
         """Return the training sample with an id, or the target of an experiment with this id."""
         if experiment is not None:
             return self.target(sample_id, experiment).sample
-        if sample_id not in self._places:
+        if sample_id not in self._row_of_id:
             raise InputError(
                 "The id must belong to a training sample or, with the argument `experiment`, to a "
-                f"target. Found {sample_id!r}. There are {len(self._train.ids)} training samples, "
-                f"such as {self._train.ids[0]!r}.",
+                f"target. Found {sample_id!r}. Training samples have ids such as "
+                f"{self._train.ids[0]!r}, and there are {len(self._train.ids)} of them.",
                 code="queries.no_sample",
             )
         with self._at_work(), users_code(f"reading sample {sample_id}"):
-            return self._train.samples[self._places[sample_id]]
+            return self._train.samples[self._row_of_id[sample_id]]
 
     def ask(self, asked: Any, k: int = 10, *, tokens: bool = False) -> Answer:
         """Return the training samples that pushed a sample's model output up and down most.
 
-        The scores equal those of an experiment with this sample as a target. No file is written.
+        An experiment with this sample as a target has the same scores. No file is written.
 
         Args:
             asked: A sample as the study returns it, such as a tuple. It can also be an input of the
@@ -143,7 +143,7 @@ class OpenRun(FittedAttributor):
             return lines_as_read(self.study, split, "The first asked sample", self._train)
 
     def of_class(self, asked: Asked, label: str) -> Asked:
-        """Return a sample with its label replaced by ``label``, the name or number of a class."""
+        """Return a sample whose label is replaced by ``label``, the name or number of a class."""
         with self._at_work():
             return as_of_class(asked, label, self.study, self.settings.features.model_output)
 
@@ -193,7 +193,7 @@ class OpenRun(FittedAttributor):
         if tokens:
             self._check_projected("Scores by tokens")
         n = len(self._train.ids)
-        # Each sample needs memory for its scores and, at each checkpoint, for its features or its
+        # A sample needs memory for its scores and, for each checkpoint, for its features or for the
         # inner products with all training gradients.
         width = self.settings.features.projection.get("proj_dim", n)
         n_bytes = 4 * n + 8 * width * len(self.checkpoints)
@@ -220,8 +220,8 @@ class OpenRun(FittedAttributor):
             yield from self.answers(half, k, tokens=tokens)
 
     def _answers(self, group: Sequence[Asked], k: int, *, tokens: bool) -> list[Answer]:
-        # Ids of several samples can have different types, which a table cannot store. They are
-        # replaced by positions. A single sample keeps its id, which error messages contain.
+        # The ids of several samples can have different types, which a table cannot store, so they
+        # are replaced by positions. A single sample keeps its id, because error messages show it.
         ids: Any = [group[0].id] if len(group) == 1 else [*range(len(group))]
         scores = self.score(Split([asked.sample for asked in group], ids), top=k)
         token_scores = self._tokens(group, scores, k) if tokens else None
@@ -250,7 +250,7 @@ class OpenRun(FittedAttributor):
         return answers
 
     def _tokens(self, group: Sequence[Asked], scores: Scores, k: int) -> pd.DataFrame | None:
-        """Return scores by token with the texts of tokens, or print a notice and return None."""
+        """Return scores by token with the tokens' texts. If this fails, notify and return None."""
         asked_by_id = dict(zip(scores.targets.index, group, strict=True))
         try:
             table, _ = self.tokens(scores, k)
@@ -312,7 +312,7 @@ class OpenRun(FittedAttributor):
         return Setup(spec, Compute(device, *sizes), train, self.run.results, self.study)
 
     @cached_property
-    def _places(self) -> dict[Any, int]:
+    def _row_of_id(self) -> dict[Any, int]:
         return {sample_id: i for i, sample_id in enumerate(self._train.ids)}
 
     def _at_work(self) -> AbstractContextManager[Any]:

@@ -22,7 +22,7 @@ class Asked:
     """A sample to explain, with its id.
 
     ``fields`` contains the fields of the line from which the study encoded the sample. If the label
-    of the sample was replaced, ``own_label`` is the name or number of its original class.
+    was replaced by another class, ``own_label`` is the name or number of the original class.
     """
 
     id: int | str
@@ -32,9 +32,9 @@ class Asked:
 
 
 def as_of_class(asked: Asked, label: str, study: Study, model_output: str) -> Asked:
-    """Return a sample with its label replaced by another class, given by name or number.
+    """Return a sample whose label is replaced by another class, given by name or number.
 
-    The scores of the result explain the model output for that class, such as a wrong prediction.
+    Its scores explain the model output for that class, which can be a wrong prediction.
     """
     if not about_output(model_output).labels_are_classes:
         raise InputError(
@@ -85,7 +85,7 @@ class Answer:
 
     @property
     def top(self) -> pd.DataFrame:
-        """A table of the strongest training samples and their scores, the largest score first."""
+        """A table of the strongest training samples, from the largest score to the smallest."""
         both = self.influences.sort_values("score", ascending=False, kind="stable")
         both = both[["train_id", "score"]].reset_index(drop=True)
         return both.join(self.train, on="train_id")
@@ -93,8 +93,8 @@ class Answer:
     def tokens_of(self, train_id: int | str | None = None) -> pd.DataFrame:
         """Return a table with the ``text`` and ``score`` of each token of a training sample.
 
-        If ``train_id`` is None, the tokens are those of the asked sample, with the sums of their
-        scores over the training samples in ``top``. If ``tokens`` is None, the table is empty.
+        If ``train_id`` is None, the table contains the tokens of the asked sample, with the sums of
+        their scores over the training samples in ``top``. If ``tokens`` is None, it is empty.
         """
         if self.tokens is None:
             return pd.DataFrame({"text": [], "score": []})

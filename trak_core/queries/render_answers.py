@@ -11,7 +11,7 @@ from trak_core.queries.open_run import OpenRun
 from trak_core.queries.question_and_answer import Answer
 from trak_core.report.explore_data import explore
 from trak_core.report.read_results import File, with_class_names, with_fit
-from trak_core.report.render import answer as rendered
+from trak_core.report.render import experiment_page
 from trak_core.study.dataset_split import Split
 from trak_core.study.sample_columns import short_columns
 
@@ -30,7 +30,7 @@ def asked_page(run: OpenRun, answers: Sequence[Answer], k: int) -> str:
         tables = [table.assign(target_id=i) for i, table in by_id.items() if table is not None]
         tokens = pd.concat(tables, ignore_index=True) if tables else None
         explored = explore(file, run.study, run.train, targets, token_scores=tokens)
-        return rendered(explored, run.study.name, k)
+        return experiment_page(explored, run.study.name, k)
 
 
 def _file(run: OpenRun, answers: Sequence[Answer]) -> File:

@@ -1,7 +1,7 @@
 """Draw charts of measurements for the report.
 
-The page shows each chart in its original size. The template templates/macros.html.j2 shows the
-title and the legend of a chart as text outside the picture.
+A page shows each chart in its original size. The title and the legend of a chart are not in the
+picture: the template templates/macros.html.j2 shows them as text.
 """
 
 import base64
@@ -62,10 +62,10 @@ _GROUPS, _NAME = 25, 22
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a chart, through the points ``x`` and ``y``.
+    """A line in a chart, through the points with coordinates ``x`` and ``y``.
 
     If ``low`` and ``high`` are given, an interval is drawn at each point. A ``dashed`` line has no
-    markers at its points.
+    markers.
     """
 
     label: str
@@ -119,8 +119,8 @@ def _line_chart(
     """Return a chart of lines.
 
     ``ceiling`` is None, or a row with the noise ceiling ``lds`` and its interval from ``low`` to
-    ``high``, which is drawn in grey. By default, ticks are at the points of the first line, or
-    where matplotlib puts them if this line has more than six points.
+    ``high``, which is drawn in grey. By default, ticks are at the points of the first line, if it
+    has at most six points.
     """
     if x_ticks is None and len(lines[0].x) <= 6:
         x_ticks = lines[0].x
@@ -147,14 +147,14 @@ def _line_chart(
         return _chart(title, f"{y_label} against {x_label}", figure, legend)
 
 
-def _chart(title: str, shown: str, figure: Figure, legend: Sequence[Line] = ()) -> Chart:
-    """Return a figure as a chart, with the title and ``shown`` as its alternative text."""
+def _chart(title: str, content: str, figure: Figure, legend: Sequence[Line] = ()) -> Chart:
+    """Return a figure as a chart, whose alternative text is the title and ``content``."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     width, height = figure.get_size_inches()
     return Chart(
         title=title,
-        alt=f"{title}: {shown}",
+        alt=f"{title}: {content}",
         src=f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}",
         width=round(width * 96),
         height=round(height * 96),
@@ -213,8 +213,8 @@ def removal_charts(removals: File, labels: Mapping[str, str]) -> list[Chart]:
     Models are retrained either without chosen samples, or only on them. There is a chart for each
     quantity measured on these models, such as accuracy. It shows the quantity against the number
     of samples, with a line for the chosen samples and a line for equally many random samples.
-    ``labels`` contains the legend's phrase for each kind of subset, and under the key ``treated``
-    either "removed" or "trained on". If no samples were chosen, no charts are returned.
+    ``labels`` contains the words in the legend for each kind of subset, and under the key
+    ``treated`` either "removed" or "trained on". If no samples were chosen, there are no charts.
     """
     summary, charts = removals.tables["summary"], []
     measures = [m for m in ("change", "accuracy", "target_loss") if m in set(summary["measure"])]
@@ -238,7 +238,7 @@ def removal_charts(removals: File, labels: Mapping[str, str]) -> list[Chart]:
 
 
 def group_charts(groups: File) -> list[Chart]:
-    """Return a chart for each column, which shows the mean scores of the largest groups in it."""
+    """Return a chart for each column by which samples are grouped: the groups' mean scores."""
     charts = []
     for column, rows in groups.tables["groups"].groupby("column", sort=False):
         largest = rows.nlargest(_GROUPS, "n", keep="all").head(_GROUPS)

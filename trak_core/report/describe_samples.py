@@ -22,9 +22,9 @@ _TARGETS, _IN_ALL = 20, 120
 class Examples:
     """The first targets of an experiment and their strongest training samples.
 
-    ``targets`` and ``train`` map the ids of samples to their pictures or texts. ``train`` can also
-    contain training samples of other experiments. ``drawn`` is true if samples are shown as
-    pictures, and ``described`` is true if the study's ``describe`` returns their texts.
+    ``targets`` and ``train`` map the ids of samples to pictures or texts. ``train`` contains the
+    training samples of all experiments. ``drawn`` is true if samples are shown as pictures, and
+    ``described`` is true if the study's ``describe`` returns their texts.
     """
 
     experiment: File
@@ -52,12 +52,12 @@ def find_examples(
     targets: Iterable[Split],
     also: Sequence[Any] = (),
 ) -> list[Examples]:
-    """Return the first targets and strongest training samples of each experiment for display.
+    """Return the first targets and their strongest training samples for each experiment.
 
-    If the study defines ``draw(axes, sample)`` or ``describe(sample)``, samples are shown as their
-    pictures or texts. Otherwise images are shown as pictures, and other samples are printed.
-    ``targets`` contains the targets of each experiment to show, and ``also`` contains the ids of
-    further training samples to show.
+    The study's ``draw(axes, sample)`` and ``describe(sample)`` determine the samples' pictures and
+    texts. Without them, images are shown as pictures, and other samples are printed. ``targets``
+    contains the targets to show for each experiment, and ``also`` the ids of further training
+    samples to show.
     """
     draws, describes = are_drawn(study, train), study.has("describe")
 

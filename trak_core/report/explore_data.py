@@ -30,10 +30,10 @@ from trak_core.study.show_samples import (
 from trak_core.study.study import Study
 
 # For each target, the page shows at most EACH_ON_PAGE training samples with a positive score and as
-# many with a negative score. It shows _FIRST targets before a click on its button.
+# many with a negative score. It shows _FIRST targets until the user clicks its button.
 EACH_ON_PAGE, _FIRST = 10, 20
-# The largest sizes in bytes of a page, of the ids, scores and columns in its data, and of its
-# markup, style and script.
+# The largest size in bytes of a page, of its ids, scores and columns, and of its markup, style and
+# script.
 _PAGE, _ROWS, _MARKUP = 5_000_000, 2_500_000, 100_000
 # The largest number of characters of a sample's text. If the page would be too large, texts are
 # shortened to SHORTENED characters.
@@ -54,10 +54,10 @@ LEVELS = 9
 
 
 def _scores_by_token(table: pd.DataFrame | None) -> dict[tuple[Any, Any], np.ndarray]:
-    """Return arrays with a score for each token of a sample.
+    """Return arrays that contain a score for each token of a sample.
 
-    The scores of a training sample's tokens have the key (target id, training id). The scores of a
-    target's tokens, summed over training samples, have the key (target id, None).
+    The array for the tokens of a training sample has the key (target id, training id). The array
+    for the tokens of a target, summed over training samples, has the key (target id, None).
     """
     by_token: dict[tuple[Any, Any], np.ndarray] = {}
     if table is not None:
@@ -76,19 +76,20 @@ def token_levels(scores: np.ndarray) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class PageContents:
     """The contents of an experiment's page.
 
     Attributes:
         experiment: The scores of the experiment, as ``read_experiment`` returns them.
-        targets: The id, texts, columns, ``sample`` and ``influences`` of each target. An influence
-            contains an index in ``train``, a score and, if known, the colour levels of the training
-            sample's tokens. If scores by token are known, ``tokens`` and ``levels`` contain the
-            texts and colour levels of the target's tokens. ``equal`` maps an index in ``train`` to
-            a note if this sample has the same contents as the target or another sample.
-            ``equal_harms`` is a warning if a copy of the target harms the target, else "".
-        train: The id, texts, columns and ``sample`` of the training samples with the strongest
-            influences on these targets, and of the most harmful training samples.
+        targets: An entry for each target, with its id, texts, columns, ``sample`` (the picture or
+            text) and ``influences``. An influence contains an index in ``train``, a score and, if
+            known, the colour levels of the training sample's tokens. If scores by token are known,
+            ``tokens`` and ``levels`` contain the texts and colour levels of the target's tokens.
+            ``equal`` contains a note for each training sample, by its index in ``train``, whose
+            contents equal the target or another sample. ``equal_harms`` is a warning if a copy of
+            the target harms the target, else "".
+        train: An entry with the id, texts, columns and ``sample`` for each of the training samples
+            with the strongest influences on these targets, and for the most harmful ones.
         columns: For "targets" and for "train", the names of the columns whose values each entry
             contains as ``values``, in the same order.
         drawn: Whether samples are shown as pictures.
@@ -104,7 +105,7 @@ class Answer:
 
     @property
     def n_left_out(self) -> tuple[int, int]:
-        """The number of targets left out of the page, and of samples without picture or text."""
+        """The number of targets left out, and of samples shown without their picture or text."""
         without = sum(sample["sample"] is None for sample in (*self.targets, *self.train))
         return len(self.experiment.tables["targets"]) - len(self.targets), without
 
@@ -150,10 +151,10 @@ def _study_columns(table: pd.DataFrame) -> list[str]:
 
 
 def _entries(table: pd.DataFrame, about: About) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the page's entry for each row of a table of samples, and the names of its ``values``.
+    """Return the page's entry for each row of a table of samples, and the names of ``values``.
 
-    An entry contains the id of the sample, its URL fragment, the ``values`` by which the page can
-    filter (label, prediction and the study's columns), and the study's columns as one text.
+    An entry contains the sample's id, its URL fragment, the study's columns as one text, and the
+    ``values`` by which the page can filter: label, prediction and the study's columns.
     """
     added = _study_columns(table)
     pairs = ((about.label, "label"), (about.prediction, "prediction"))
@@ -163,16 +164,16 @@ def _entries(table: pd.DataFrame, about: About) -> tuple[list[dict[str, Any]], l
     }
     entries = []
     for row, sample_id in enumerate(table["id"].tolist()):
-        own = {word: texts[row] for word, texts in values.items()}
-        more = [f"{name} {value}" for name, value in own.items() if name in added and value]
+        by_column = {word: texts[row] for word, texts in values.items()}
+        more = [f"{name} {value}" for name, value in by_column.items() if name in added and value]
         ids = {"key": sample_id, "id": str(sample_id), "anchor": anchor(sample_id)}
-        texts = {"values": list(own.values()), "more": ", ".join(more)}
+        texts = {"values": list(by_column.values()), "more": ", ".join(more)}
         entries.append(ids | texts | {"sample": None})
     return entries, list(values)
 
 
 def _targets(experiment: File, n_targets: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the page's entries for the first targets, without influences, and column names."""
+    """Return the page's entries for the first targets, without influences, and their columns."""
     output = output_of(experiment)
     table = experiment.tables["targets"].head(n_targets)
     entries, names = _entries(table, output)
@@ -189,10 +190,10 @@ def _targets(experiment: File, n_targets: int) -> tuple[list[dict[str, Any]], li
 def _train(
     experiment: File, ids: Sequence[Any], self_influence: pd.Series | None
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the page's entries for training samples, and their column names.
+    """Return the page's entries for training samples, and the names of their columns.
 
-    An entry contains the harm, help and self-influence of the sample, if these
-    numbers are known. Its ``places`` contain the sample's rank by each number, starting from 0.
+    An entry contains the harm, help and self-influence of the sample, if they are known. Its
+    ``places`` contain the sample's rank by each of these numbers, starting from 0.
     """
     output = output_of(experiment)
     table = experiment.tables["train"].set_index("id", drop=False).loc[list(ids)]
@@ -223,7 +224,7 @@ def _rows(
     by_token: Mapping[tuple[Any, Any], np.ndarray],
     token_texts: Texts,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, list[str]]]:
-    """Return the page's entries for targets and for training samples, and their column names."""
+    """Return the page's entries for targets and for training samples, and their columns' names."""
     ids = experiment.tables["targets"]["id"].tolist()[:n_targets]
     influences = experiment.tables["top_influences"]
     is_kept = influences["target_id"].isin(ids) & (influences["rank"] <= EACH_ON_PAGE)
@@ -258,7 +259,7 @@ def explore(
     *,
     token_scores: pd.DataFrame | None = None,
     self_influence: pd.Series | None = None,
-) -> Answer:
+) -> PageContents:
     """Return the contents of an experiment's page, limited to about 5 MB.
 
     Targets are added in order until their ids, scores and columns take half of the page. Then
@@ -303,14 +304,14 @@ def explore(
     for entry in (*target_entries, *train_entries):
         del entry["key"]
         entry.pop("digest", None)
-    return Answer(experiment, target_entries, train_entries, columns, drawn, described)
+    return PageContents(experiment, target_entries, train_entries, columns, drawn, described)
 
 
 def _without_repeated(experiment: File, show: Show) -> File:
     """Return the experiment without columns of targets that repeat parts of the targets' texts.
 
-    If the study's ``encode`` puts a field of a row into the text of a sample, this field is also a
-    column, and the page would show it twice.
+    The fields of a row are columns. If the study's ``encode`` also puts a field into the text of
+    the sample, the page would show the field twice.
     """
     table = experiment.tables["targets"]
     first = table.head(_FIRST)
@@ -337,10 +338,10 @@ def _fill(
     *,
     drawn: bool,
 ) -> None:
-    """Add samples to their entries, as pictures or texts, until ``n_bytes`` are used.
+    """Add pictures or texts of samples to their entries, until ``n_bytes`` are used.
 
-    ``asked`` contains pairs (is_target, entry), with the most important first. The first
-    ``n_first`` entries always get their samples.
+    ``asked`` contains pairs (is_target, entry), with the most important first. The samples of the
+    first ``n_first`` entries are always added.
     """
     samples, used = [], 0
     for is_target, entry in asked:
@@ -364,10 +365,9 @@ def _fill(
 def _mark_equal(
     targets: Sequence[dict[str, Any]], train: Sequence[dict[str, Any]], about: About
 ) -> None:
-    """Mark the training samples of each target that equal the target or each other.
+    """Mark training samples whose contents equal the target or another training sample.
 
-    Samples are equal if their contents are equal, even if their labels differ. Only samples that
-    the page shows are compared.
+    Labels may differ. Only samples that the page shows for the same target are compared.
     """
     digests = [entry.get("digest") for entry in train]
     for target in targets:

@@ -40,9 +40,9 @@ _N_SHARED = 30
 class File:
     """The part of an artifact file that the report shows.
 
-    ``name`` is the path of the file in the results folder, ``spec`` contains the settings of its
-    computation, and ``provenance`` contains the versions of the software that wrote it. ``tables``
-    and ``attributes`` contain tables, numbers and texts, by name.
+    ``name`` is the path of the file in the results folder, ``spec`` contains the settings with
+    which it was computed, and ``provenance`` contains the versions of the software that wrote it.
+    ``tables`` and ``attributes`` contain tables, numbers and texts, by name.
     """
 
     name: str
@@ -53,7 +53,7 @@ class File:
     attributes: Mapping[str, Any] = field(default_factory=dict)
 
     def row(self, table: str, **values: Any) -> Any:
-        """Return the first row of a table whose columns have the given values, or None."""
+        """Return the first row of ``table`` that has these values in its columns, or None."""
         return next(iter(rows_with(self.tables[table], **values)), None)
 
     def strongest(self, target: Any, sign: int) -> list[Any]:
@@ -62,14 +62,14 @@ class File:
 
 
 def part_with(table: pd.DataFrame, **values: Any) -> pd.DataFrame:
-    """Return the rows of a table whose columns have the given values."""
+    """Return the rows of a table that have these values in their columns."""
     for column, value in values.items():
         table = table.loc[table[column] == value, :]
     return table
 
 
 def rows_with(table: pd.DataFrame, **values: Any) -> list[Any]:
-    """Return the rows of a table whose columns have the given values, as named tuples."""
+    """Return the rows of a table that have these values in their columns, as named tuples."""
     return list(part_with(table, **values).itertuples())
 
 
@@ -160,9 +160,8 @@ def read_experiment(
     with open_artifact(path, SCORES) as file:
         targets, train = file.table("targets"), file.table("train")
         influences = file.table("top_influences")
-        is_own = (
-            about_output(file.spec["model_output"]).is_own and "model_output" in file.file.attrs
-        )
+        about = about_output(file.spec["model_output"])
+        is_own = about.is_own and "model_output" in file.file.attrs
         shown = targets.head(n_shown)
         is_kept = influences["target_id"].isin(shown["id"]) & (influences["rank"] <= each)
         is_beside = train["id"].isin(influences.loc[is_kept, "train_id"])
@@ -285,7 +284,7 @@ def side_by_side(experiments: Sequence[File]) -> list[dict[str, Any]]:
 
 
 def read_matrix(path: Path, results: Path) -> File:
-    """Return a file with the smallest and the largest eigenvalue of a normal matrix.
+    """Return a ``File`` with the smallest and the largest eigenvalue of a normal matrix.
 
     Eigenvalues that are negative because of rounding are replaced by 0.
     """
@@ -298,7 +297,7 @@ def read_matrix(path: Path, results: Path) -> File:
 
 
 def condition_number(matrix: File, damping: float) -> float:
-    """Return the condition number of a normal matrix with the given relative damping."""
+    """Return the condition number of a normal matrix with ``damping``, as in the config."""
     ends = matrix.attributes
     added = damping * ends["mean_squared_norm"]
     largest, smallest = ends["largest"] + added, ends["smallest"] + added
@@ -320,8 +319,8 @@ _SHOWN = {
 def read_measured(path: Path, results: Path, kind: ArtifactKind) -> File:
     """Return the tables and numbers of an evaluation, of removals or of groups.
 
-    ``kind`` tells which of these the file contains. Differences between groups are sorted by their
-    absolute values, with the largest first.
+    ``kind`` is the kind of the file. Differences between groups are sorted by their absolute
+    values, with the largest first.
     """
     keys, names = _SHOWN[kind]
     with open_artifact(path, kind) as file:

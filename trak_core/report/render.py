@@ -21,7 +21,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from trak_core.config.cross_checks import lists_of
 from trak_core.lists.lists import ENOUGH_TARGETS
 from trak_core.report import charts, template_filters
-from trak_core.report.explore_data import EACH_ON_PAGE, Answer
+from trak_core.report.explore_data import EACH_ON_PAGE, PageContents
 from trak_core.report.read_results import (
     NEAR_ZERO,
     File,
@@ -32,7 +32,7 @@ from trak_core.report.read_results import (
 )
 from trak_core.settings import EXACT, Combine
 
-# The limits at which warnings are shown. Features are float32, with a relative error of 6e-8. A
+# The limits beyond which warnings are shown. Features are float32, with a relative error of 6e-8. A
 # condition number of 1e6 can increase this error to 6 % of a score.
 LIMITS = {"checkpoints": 5, "loss_weight": NEAR_ZERO, "condition": 1e6, "targets": ENOUGH_TARGETS}
 # With fewer targets, the standard deviation of model outputs over targets is too uncertain.
@@ -177,7 +177,7 @@ def ranked(evaluation: File) -> list[Any]:
 
 
 def per_target(evaluation: File) -> list[tuple[Any, float, float | None]]:
-    """Return (id, correlation, noise ceiling or None) for each target of an evaluation."""
+    """Return a tuple for each target: id, correlation, and noise ceiling (None if unknown)."""
     scores, ceilings = (
         {
             row.target_id: row.correlation
@@ -223,7 +223,7 @@ def config_text(config: Mapping[str, Any]) -> str:
 
 
 def _made(provenance: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the provenance of a file and of all files from which it was computed."""
+    """Return the provenance of a file and of the files from which it was computed, in a list."""
     return [provenance, *(m for part in provenance.get("made_from", ()) for m in _made(part))]
 
 
@@ -264,7 +264,7 @@ def _environment() -> Environment:
 
 
 def script_hash(template: str) -> str:
-    """Return the hash of a script, with which the security policy of a page allows the script."""
+    """Return the hash of a script, by which a page's security policy allows only this script."""
     script = _environment().get_template(template).render()
     return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"
 
@@ -274,10 +274,10 @@ def rendered(template: str, **shown: Any) -> str:
     return _environment().get_template(f"{template}.html.j2").render(shown)
 
 
-def answer(shown: Answer, study: str, each: int = EACH_ON_PAGE) -> str:
+def experiment_page(shown: PageContents, study: str, each: int = EACH_ON_PAGE) -> str:
     """Return the HTML page of an experiment: its targets and their strongest training samples.
 
     For each target, at most ``each`` training samples with a positive score and ``each`` with a
-    negative score are shown. If the experiment has no file name, it is an answer of ``trak ask``.
+    negative score are shown. A page of ``trak ask`` has an experiment without a file name.
     """
     return rendered("answer", shown=shown, study=study, each=each)

@@ -7,7 +7,7 @@ from trak_core.model_outputs.about_outputs import About
 
 
 def number(value: float, digits: int = 3) -> str:
-    """Return a number with ``digits`` significant digits, without an exponent from 1 to 1e6."""
+    """Return a number with ``digits`` significant digits. Numbers from 1 to 1e6 get no exponent."""
     text = f"{value:,.{digits}g}" if abs(value) < 1e6 else f"{value:.{digits}g}"
     if "e" in text and 1 <= abs(value) < 1e6:
         text = f"{value:,.0f}"

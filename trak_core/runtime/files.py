@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 # The file in a results folder that contains the config of the last run.
 CONFIG_RECORD = "config.json"
-# Spreadsheets interpret a cell that begins with one of these characters as a formula. The last four
-# are full-width forms of the first four.
-_RUN = tuple("=+-@\t\r\n\uff1d\uff0b\uff0d\uff20")
+# A spreadsheet reads a cell as a formula if it begins with one of these characters. The last four
+# are the full-width forms of the first four.
+_FORMULA_STARTS = tuple("=+-@\t\r\n\uff1d\uff0b\uff0d\uff20")
 
 
 def _delete_leftovers(path: Path, prefix: str) -> None:
-    """Delete partial files that killed processes of this machine left next to ``path``.
+    """Delete the partial files that killed processes of this machine left next to ``path``.
 
-    Their names consist of ``prefix``, the number of the process, and ``.part``.
+    The name of a partial file consists of ``prefix``, the number of the process, and ``.part``.
     """
     if os.name != "posix":
         return  # On Windows, os.kill(process, 0) ends the process.
@@ -97,9 +97,9 @@ def lock_tables_where_possible(results: Path) -> None:
     """Turn off HDF5's file locks if the file system of a results folder does not support locks.
 
     Otherwise, PyTables could not write to the folder. Locks are not needed, because no two jobs
-    write the same file. HDF5's own setting for such file systems, BEST_EFFORT, ignores only ENOSYS,
-    and not the errors of network file systems. If the user has set the environment variable
-    ``HDF5_USE_FILE_LOCKING``, it is not changed.
+    write the same file. HDF5's setting BEST_EFFORT would not suffice, because it ignores only the
+    error ENOSYS, and network file systems return other errors. If the user has set the environment
+    variable ``HDF5_USE_FILE_LOCKING``, it is not changed.
     """
     if "HDF5_USE_FILE_LOCKING" in os.environ:
         return
@@ -149,8 +149,8 @@ def atomic_write(path: Path) -> Generator[Path, None, None]:
 
 
 def safe_cell(cell: Any) -> Any:
-    """Return a cell for a CSV, with an apostrophe before a text that looks like a formula."""
-    return f"'{cell}" if isinstance(cell, str) and cell.startswith(_RUN) else cell
+    """Return a cell for a CSV file, with an apostrophe before a text that begins like a formula."""
+    return f"'{cell}" if isinstance(cell, str) and cell.startswith(_FORMULA_STARTS) else cell
 
 
 def write_csv(path: Path, rows: "pd.DataFrame") -> None:
@@ -164,8 +164,8 @@ def write_csv(path: Path, rows: "pd.DataFrame") -> None:
         rows.assign(**texts).rename(columns=safe_cell).to_csv(partial, index=False)
 
 
-def _digest(known: dict[str, Any]) -> str:
-    text = json.dumps(known, sort_keys=True)
+def _digest(values: dict[str, Any]) -> str:
+    text = json.dumps(values, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -178,18 +178,18 @@ def read_record(path: Path) -> dict[str, Any]:
         return {}
 
 
-def write_record(path: Path, known: dict[str, Any]) -> None:
+def write_record(path: Path, values: dict[str, Any]) -> None:
     """Write values and their hash atomically as JSON, unless the folder is read-only."""
     try:
         with atomic_write(path) as partial:
-            text = json.dumps({"known": known, "digest": _digest(known)}, indent=1)
+            text = json.dumps({"known": values, "digest": _digest(values)}, indent=1)
             partial.write_text(text, encoding="utf-8")
     except OSError as error:
-        if not _may_only_be_read(path.parent):
+        if not _is_read_only(path.parent):
             raise unwritable_error(path.parent, path, error) from error
 
 
-def _may_only_be_read(folder: Path) -> bool:
+def _is_read_only(folder: Path) -> bool:
     try:
         return folder.is_dir() and not os.access(folder, os.W_OK)
     except PermissionError:  # A parent folder cannot be read.
@@ -199,7 +199,7 @@ def _may_only_be_read(folder: Path) -> bool:
 def unwritable_error(results: Path, path: Path, error: OSError) -> InputError:
     """Return the error for a file in a results folder that could not be written."""
     named = Path(error.filename or path)
-    # The message names no temporary file, because the user would not recognize the name.
+    # For a temporary file, the message shows `path`, because the user does not know the other name.
     failed = path if named.absolute().parent == results.absolute() else named
     return InputError(
         f"{results}: the results folder must be writable. Found {error.strerror or error} at "
@@ -208,14 +208,16 @@ def unwritable_error(results: Path, path: Path, error: OSError) -> InputError:
     )
 
 
-# Some file systems round times to two seconds. If a file changed less than two seconds ago, it can
-# therefore change again without a new time.
+# Links are not followed, as Path.resolve does, because this takes too long for thousands of files.
+_absolute = os.path.abspath
+# Some file systems round times to two seconds. The digest of a file that changed less than two
+# seconds ago is therefore not recorded: the file could change again without a new time.
 CLOCK_NS = 2 * 10**9
 
 
 def _files(pattern: str) -> Iterator[Path]:
-    # The name of an existing file can contain characters that are special in patterns. glob.glob is
-    # used because the meaning of `**` in Path.glob depends on the version of Python.
+    # If the path exists, it is not a pattern, even if its name contains characters such as [.
+    # Path.glob is not used, because its meaning of `**` depends on the version of Python.
     names = [pattern] if Path(pattern).exists() else glob.glob(pattern, recursive=True)  # ruff: ignore[glob]
     for path in map(Path, names):
         if path.is_file():
@@ -230,23 +232,20 @@ def _files(pattern: str) -> Iterator[Path]:
 def matches(path: Path, pattern: str) -> bool:
     """Return whether a path, which need not exist, matches a pattern in ``data_files``."""
 
-    def fits(parts: Sequence[str], signs: Sequence[str]) -> bool:
-        if not signs or not parts:
-            return not signs  # The pattern of a folder matches all files in the folder.
-        if signs[0] == "**":
-            return any(fits(parts[i:], signs[1:]) for i in range(len(parts) + 1))
-        return fnmatchcase(parts[0], signs[0]) and fits(parts[1:], signs[1:])
+    def fits(names: Sequence[str], patterns: Sequence[str]) -> bool:
+        if not patterns or not names:
+            return not patterns  # The pattern of a folder matches all files in the folder.
+        if patterns[0] == "**":
+            return any(fits(names[i:], patterns[1:]) for i in range(len(names) + 1))
+        return fnmatchcase(names[0], patterns[0]) and fits(names[1:], patterns[1:])
 
-    plain = os.path.abspath
-    return fits(Path(plain(path)).parts, Path(plain(pattern)).parts)
+    return fits(Path(_absolute(path)).parts, Path(_absolute(pattern)).parts)
 
 
 def _checked_files(pattern: str, results: Path) -> list[Path]:
-    # Results change during a run, so they cannot be data. Links are not resolved, because resolving
-    # thousands of files would take too long.
-    plain = os.path.abspath
-    folder = plain(results)
-    files = [file for file in _files(pattern) if not Path(plain(file)).is_relative_to(folder)]
+    # Results are not data: they change during a run, so their digests would change as well.
+    folder = _absolute(results)
+    files = [file for file in _files(pattern) if not Path(_absolute(file)).is_relative_to(folder)]
     if not files:
         raise InputError(
             "data_files: each entry must match at least one file. Hidden files and files in the "
@@ -271,8 +270,8 @@ def file_digest(path: Path) -> str:
 def _file_digests(files: Iterable[Path], record: Path, *, writes: bool) -> dict[str, str]:
     """Return the hash that ``file_digest`` computes for each file, by path.
 
-    A file is read only if its size, mtime or ctime differ from those in the record. Unless
-    ``writes`` is false, the record is updated.
+    A file is read only if its size, mtime or ctime differs from the ``record``. Unless ``writes``
+    is false, the record is updated.
     """
     known, digests = read_record(record), {}
     kept = dict(known)
@@ -305,10 +304,10 @@ def data_digests(patterns: Sequence[str], record: Path, *, writes: bool = True) 
 def path_digests(paths: Sequence[str], record: Path) -> dict[str, str]:
     """Return a hash for each path of a file or a folder. Hidden files in a folder are ignored."""
     files = {path: sorted(_files(path)) for path in paths}
-    each = dict.fromkeys(file for own in files.values() for file in own)
-    digests = _file_digests(each, record, writes=True)
+    all_files = dict.fromkeys(file for in_path in files.values() for file in in_path)
+    digests = _file_digests(all_files, record, writes=True)
     hashes = {}
-    for path, own in files.items():
-        pairs = [[file.relative_to(path).as_posix(), digests[file.as_posix()]] for file in own]
+    for path, in_path in files.items():
+        pairs = [[file.relative_to(path).as_posix(), digests[file.as_posix()]] for file in in_path]
         hashes[path] = content_digest(pairs)
     return hashes

@@ -25,8 +25,6 @@ from typing import Any
 
 from trak_core.errors import InputError, StoppedError, caused_by_out_of_memory, disk_full_reason
 
-_HEAP_VARIABLES = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
-
 
 def _call_glibc(name: str, *arguments: int) -> None:
     """Call a function of the C library. If there is no such function, do nothing."""
@@ -40,7 +38,7 @@ def keep_freed_memory() -> None:
 
     Otherwise, the kernel would have to map and zero the same pages again for each batch.
     """
-    is_set = not _HEAP_VARIABLES.isdisjoint(os.environ)
+    is_set = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & os.environ.keys()
     if not is_set and "glibc.malloc" not in os.environ.get("GLIBC_TUNABLES", ""):
         _call_glibc("mallopt", -1, 2**28)  # M_TRIM_THRESHOLD
         _call_glibc("mallopt", -3, 2**25)  # M_MMAP_THRESHOLD, at most 32 MiB
@@ -52,7 +50,7 @@ def release_freed_memory() -> None:
 
 
 def export_library_path() -> None:
-    """Put this copy of trak_core first in PYTHONPATH for new processes, unless it is installed."""
+    """Make new processes import this copy of trak_core, even if another copy is installed."""
     library = str(Path(__file__).parents[2])
     others = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
     if library not in sysconfig.get_paths().values() and others[:1] != [library]:
@@ -86,7 +84,7 @@ def _stop(number: int, _frame: FrameType | None) -> None:
     report = sys.unraisablehook
 
     def repeat(ignored: "sys.UnraisableHookArgs") -> None:
-        """Send the signal again if Python ignored ``StoppedError``, as it does in ``__del__``."""
+        """Send the signal again if ``StoppedError`` was raised in ``__del__``, which ignores it."""
         if isinstance(ignored.exc_value, StoppedError):
             sys.unraisablehook = report
             stop_cleanly()
@@ -189,7 +187,7 @@ def _write_error(message: str, terminal: int) -> None:
 
 @contextmanager
 def logged_to(path: str) -> Generator[None, None, None]:
-    """Redirect standard output and error, including those of C libraries, to a job's log file.
+    """Redirect standard output and error, including the output of C libraries, to a job's log file.
 
     On SIGTERM or Ctrl-C, the job ends, its unfinished files are deleted, and a message is written
     to the log.
@@ -207,7 +205,7 @@ def logged_to(path: str) -> Generator[None, None, None]:
     keep_freed_memory()
     try:
         yield
-        sys.stdout.flush()  # A full disk of the log raises an error here, which is explained below.
+        sys.stdout.flush()  # If the disk of the log is full, the error is raised and handled here.
     except Exception as error:
         message = _explained(error)
         if message is None:
@@ -221,7 +219,7 @@ def logged_to(path: str) -> Generator[None, None, None]:
         raise SystemExit(1) from None
 
 
-# Params that only make Snakemake run a job again if they change. Stages need not accept them.
+# Snakemake runs a job again if one of these params changes. Stages need not accept them.
 _TRIGGERS = {"code", "signature", "digest"}
 # The module of each stage that is not in a module of its own name.
 _MODULES = {
@@ -276,16 +274,16 @@ def run_script(job: Any) -> None:
 
 
 def run(job: Any) -> None:
-    """Call the stage of a job with those values of the job that the stage accepts."""
-    own = {**dict(job.params.items()), **dict(job.input.items()), **dict(job.output.items())}
+    """Call the stage of a job with the values of the job that are parameters of the stage."""
+    specified = {**dict(job.params.items()), **dict(job.input.items()), **dict(job.output.items())}
+    values = {"threads": job.threads, **dict(job.wildcards.items()), **dict(job.resources.items())}
     # An input file can have the same name as a wildcard. Files and params take precedence.
-    others = {"threads": job.threads, **dict(job.wildcards.items()), **dict(job.resources.items())}
-    named: dict[str, Any] = others | own
-    name, named["code"] = named["code"].split()
+    values |= specified
+    name, values["code"] = values["code"].split()
     stage = stage_of(name)
     parameters = inspect.signature(stage).parameters
-    if unknown := own.keys() - parameters.keys() - _TRIGGERS:
+    if unknown := specified.keys() - parameters.keys() - _TRIGGERS:
         raise TypeError(f"stage of rule {job.rule} does not take {', '.join(sorted(unknown))}")
     hints = typing.get_type_hints(stage)
-    taken = [name for name in parameters if name in named]
-    stage(**{name: convert_param(named[name], hints[name]) for name in taken})
+    accepted = [name for name in parameters if name in values]
+    stage(**{name: convert_param(values[name], hints[name]) for name in accepted})

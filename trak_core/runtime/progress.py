@@ -11,8 +11,8 @@ from functools import cache
 from typing import TypeVarTuple
 
 _WIDTH, _SECONDS = 20, 10.0
-# The function to call with the number of rows that were just finished. In a job, it is None, and
-# progress is printed.
+# The function that `with_progress` calls with the number of rows that were just finished. In a job,
+# it is None, and progress is printed as lines.
 _advance: ContextVar[Callable[[int], object] | None] = ContextVar("_advance", default=None)
 
 Rest = TypeVarTuple("Rest")
@@ -20,7 +20,7 @@ Rest = TypeVarTuple("Rest")
 
 @contextmanager
 def reported_to(advance: Callable[[int], object]) -> Generator[None, None, None]:
-    """Make ``with_progress`` call ``advance(n_rows)`` for each block instead of printing."""
+    """Make ``with_progress`` call ``advance`` with the rows of each block, instead of printing."""
     token = _advance.set(advance)
     try:
         yield

@@ -19,8 +19,8 @@ class Kind:
             It must never be used for another kind. None if R is not random.
         nested: Whether the first k columns of a wider matrix equal the matrix with k columns.
         power_of_two: Whether proj_dim must be a power of two.
-        of_matrices: Whether R depends on the shapes of the parameters as matrices. Each row of R
-            then has one nonzero entry, +1 or -1.
+        of_matrices: Whether R depends on the shapes of the parameters, which are treated as
+            matrices. Each row of R then has one nonzero entry, +1 or -1.
     """
 
     tag: int | None
@@ -171,7 +171,7 @@ class ProjectionSpec:
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Return the shape of a parameter as a matrix: all dimensions after the first are flattened."""
+    """Return the shape of a parameter as a matrix, with all dimensions but the first flattened."""
     return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
 
 
@@ -194,5 +194,5 @@ def usual_kind(n_params: int, proj_dim: int) -> ProjectionKind:
 
 
 def stream_of(checkpoint: str) -> int:
-    """Return a 32-bit hash of a checkpoint's id, which makes its projection differ from others."""
+    """Return a 32-bit hash of a checkpoint's id, so that each checkpoint's projection differs."""
     return int.from_bytes(hashlib.blake2b(checkpoint.encode(), digest_size=4).digest(), "little")

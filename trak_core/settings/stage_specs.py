@@ -48,10 +48,10 @@ class Combine(StrEnum):
 
 
 def curvature_power(weighting: str, power: float, *, is_probability: bool) -> float | None:
-    """Return the power of the curvature that weights samples, or None if weights are equal.
+    """Return the power of the curvature in the weights of samples, or None for equal weights.
 
-    If the loss weights are probabilities (``is_probability``), the result is ``power``, which is
-    the power of the loss weights. Otherwise, it is 1.
+    ``power`` is the power of the loss weights. If the loss weights are probabilities
+    (``is_probability``), it is also the power of the curvature. Otherwise, the result is 1.
     """
     if Weighting(weighting) is Weighting.PLAIN:
         return None
@@ -73,22 +73,22 @@ class Setting:
         return self.loss_weight_power, self.combine
 
 
-def settings_of(sweep: Mapping[str, Sequence[Any]] | None, own: Setting) -> list[Setting]:
-    """Return all combinations of a sweep's values, sorted, or [] without a sweep.
+def settings_of(sweep: Mapping[str, Sequence[Any]], configured: Setting) -> list[Setting]:
+    """Return all combinations of the values in a sweep, sorted.
 
-    The config's values, ``own``, are added to the values of the sweep. All values of ``combine``
-    are used.
+    The values in the config, ``configured``, and all values of ``combine`` are added to the sweep.
     """
-    if sweep is None:
-        return []
     values = {**sweep, "combine": Combine}
     names = [field.name for field in fields(Setting)]
-    columns = [sorted({*values[name], getattr(own, name)}) for name in names]
+    columns = [sorted({*values[name], getattr(configured, name)}) for name in names]
     return [Setting(*row) for row in product(*columns)]
 
 
 def ordered(value: Any) -> Any:
-    """Return plain values with keys sorted and tuples as lists. Snakemake compares their text."""
+    """Return plain values with sorted keys and lists in place of tuples.
+
+    Snakemake compares the params of jobs as text, so equal settings must have equal texts.
+    """
     if isinstance(value, Mapping):
         return {str(key): ordered(value[key]) for key in sorted(value, key=str)}
     return [ordered(item) for item in value] if isinstance(value, list | tuple) else value
@@ -121,8 +121,8 @@ class FeaturesSpec:
         precision: The precision of float32 products, ``highest`` or ``high``.
     """
 
-    # ``as_dict`` omits a field that has its value here. These fields were added in later versions,
-    # and files of earlier versions, which do not have them, thus remain valid.
+    # ``as_dict`` omits a field if it has the value given here. The fields were added in later
+    # versions. Files of earlier versions, which lack the fields, therefore remain valid.
     LEFT_OUT: ClassVar[Mapping[str, Any]] = {"label_draws": 0, "precision": "highest"}
 
     model_output: str
@@ -157,7 +157,7 @@ class FeaturesSpec:
         return replace(self, split=split, targets_digest=targets_digest, label_draws=draws)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values for JSON, without those at a value in ``LEFT_OUT``."""
+        """Return the fields as plain values for JSON, without those that equal ``LEFT_OUT``."""
         values = ordered(asdict(self))
         return {k: v for k, v in values.items() if k not in self.LEFT_OUT or v != self.LEFT_OUT[k]}
 
@@ -212,19 +212,19 @@ class ScoresSpec(NormalSpec):
 
     @property
     def checkpoints(self) -> list[str]:
-        """The sorted ids of all checkpoints. Lists with a file per checkpoint have this order."""
+        """The sorted ids of all checkpoints. Lists of one file per checkpoint have this order."""
         assert self.runs is not None
         return sorted(checkpoint for run in self.runs.values() for checkpoint in run)
 
     @property
     def ends(self) -> list[str]:
-        """The sorted ids of the last checkpoint of each run, whose outputs are in the tables."""
+        """The sorted ids of the last checkpoint of each run. Tables contain their outputs."""
         assert self.runs is not None
         return sorted(run[-1] for run in self.runs.values())
 
     @property
     def along_runs(self) -> list[str]:
-        """The ids of all checkpoints, in an order that alternates between runs and times."""
+        """The ids of all checkpoints, ordered so that the first few differ in runs and times."""
         assert self.runs is not None
         rounds = max(len(run) for run in self.runs.values())
         return [
@@ -235,7 +235,7 @@ class ScoresSpec(NormalSpec):
         ]
 
     def under(self, checkpoint: str) -> Self:
-        """Return a copy of these settings that applies to one checkpoint only."""
+        """Return the settings of one checkpoint's scores."""
         features = self.features.under(checkpoint)
         return replace(self, features=features, runs=None, combine=None, loss_weight_power=None)
 
@@ -294,7 +294,7 @@ class RetrainedSpec:
 
 
 def subset_size(n_train: int, fraction: float) -> int:
-    """Return the given fraction of the number of training samples, rounded down."""
+    """Return the size of a subset with a ``fraction`` of the training samples, rounded down."""
     return int(n_train * fraction + 1e-9)  # In float64, 0.29 * 100 is slightly less than 29.
 
 
@@ -310,7 +310,7 @@ def projection_of(spec: FeaturesSpec, shapes: Sequence[Sequence[int]]) -> Projec
     matrices = [matrix_shape(shape) for shape in shapes if prod(shape)]
     n_params = sum(map(prod, matrices))
     values = {"kind": usual_kind(n_params, spec.projection["proj_dim"]), **spec.projection}
-    # An unknown kind raises no error here, because ProjectionSpec raises one.
+    # This is False for an unknown kind, for which ProjectionSpec then raises an error.
     of_matrices = any(k == values["kind"] and k.about.of_matrices for k in ProjectionKind)
     return ProjectionSpec(
         **values,

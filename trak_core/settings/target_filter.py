@@ -27,7 +27,7 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """Comparisons between columns, or of columns with constants, joined by and, or, not.
+    """A condition: comparisons of columns with columns or constants, joined by and, or, not.
 
     Example:
         >>> import numpy as np
@@ -41,7 +41,7 @@ class Condition:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return a condition parsed from text. Raise an error if it is not made of comparisons."""
+        """Return the condition that a text expresses. Raise an error for any other Python code."""
         if len(text) > 1000:
             raise _refusal(f"{text[:40]}..., {len(text)} characters")
         try:
@@ -119,17 +119,17 @@ def _constant(node: ast.expr) -> Any:
     return None
 
 
-def _refusal(piece: str) -> InputError:
+def _refusal(text: str) -> InputError:
     return InputError(
         "experiments: `where` must consist of comparisons (==, !=, <, <=, >, >=, in, not in), "
         "joined by `and`, `or` and `not`. Each must compare a column with another column, a number "
-        f"or a quoted text, as in `label == 3 and prediction != label`. Found {piece!r}.",
+        f"or a quoted text, as in `label == 3 and prediction != label`. Found {text!r}.",
         code="spec.condition",
     )
 
 
 def _check(node: ast.expr) -> None:
-    """Raise an error for the first invalid part of a condition, which the message quotes."""
+    """Raise an error that quotes the first invalid part of a condition, if there is one."""
     if isinstance(node, ast.BoolOp):
         for value in node.values:
             _check(value)

@@ -43,10 +43,9 @@ def open_made_for(
 def open_checkpoint_scores(
     stack: ExitStack, paths: Sequence[Path], spec: ScoresSpec
 ) -> list[Artifact]:
-    """Return the opened files with each checkpoint's scores.
+    """Return the files with the scores of each checkpoint, opened until ``stack`` closes them.
 
-    Raise an error if the files were not made with ``spec`` or do not belong together. ``stack``
-    closes the files.
+    Raise an error if the files were not made with ``spec`` or do not belong together.
     """
     kind = EXACT_SCORES if spec.features.is_exact else CHECKPOINT_SCORES
     parts = [stack.enter_context(open_artifact(path, kind)) for path in paths]
@@ -61,12 +60,12 @@ def stored_similarities(
     normalize: bool,
     in_memory: bool = False,
 ) -> list[ReadRows]:
-    """Return a function for each checkpoint. It reads rows of the checkpoint's similarities.
+    """Return a function for each checkpoint that reads rows of the checkpoint's similarities.
 
     The similarities are an array of shape (training samples, targets). If ``features`` is empty,
-    the files ``parts`` contain them. Otherwise, the files contain (N + ridge I)^-1 T^T of the
-    target features T, and rows of training features are multiplied by this matrix. It is read
-    again for each block of rows, unless ``in_memory`` is true.
+    the files ``parts`` contain this array. Otherwise, the files contain (N + ridge I)^-1 T^T of the
+    normal matrix N and the target features T, and the function multiplies rows of training features
+    by this matrix. The matrix is read again for each block of rows, unless ``in_memory`` is true.
     """
     if not features:
         return [read_rows(part.matrix("similarities")) for part in parts]
@@ -79,10 +78,10 @@ def stored_similarities(
     return readers
 
 
-def positions(ids: Sequence[Any], of: Sequence[Any]) -> list[int]:
-    """Return the position in ``ids`` of each id in ``of``. A missing id raises a ``KeyError``."""
+def positions(ids: Sequence[Any], wanted: Sequence[Any]) -> list[int]:
+    """Return the position in ``ids`` of each wanted id. A missing id raises a ``KeyError``."""
     position = {sample_id: i for i, sample_id in enumerate(ids)}
-    return [position[sample_id] for sample_id in of]
+    return [position[sample_id] for sample_id in wanted]
 
 
 def read_directions(
@@ -92,10 +91,10 @@ def read_directions(
     train_ids: Sequence[Any],
     target_ids: Sequence[Any],
 ) -> Iterator[tuple[ReadRows, np.ndarray]]:
-    """Yield normalized embeddings of the training samples and targets for each checkpoint.
+    """Yield a pair for each checkpoint: the normalized embeddings of training samples and targets.
 
-    The embeddings of training samples are yielded as a function that reads rows. Those of targets
-    are yielded as an array of shape (targets, width). ``paths`` contains a file per checkpoint.
+    The embeddings of training samples are a function that reads rows. The embeddings of targets are
+    an array of shape (targets, width). ``paths`` contains a file for each checkpoint.
     """
     for path, checkpoint in zip(paths, checkpoints, strict=True):
         with open_made_for(path, EMBEDDINGS, spec.under(checkpoint)) as file:

@@ -35,9 +35,9 @@ _SIGN = (
 def _with_study_columns(
     table: dict[str, np.ndarray], study_file: Path | None, question: Path | None, name: str
 ) -> dict[str, np.ndarray] | pd.DataFrame:
-    """Return a table of samples with the columns that the study, or a file of samples, adds.
+    """Return a table of samples with the columns that the study or the file ``question`` adds.
 
-    ``question`` is this file. ``name`` is the split to which the samples belong.
+    ``question`` is the file of the samples, if there is one, and ``name`` is the samples' split.
     """
     if (question is None or question.suffix == ".py") and study_file is None:
         return table
@@ -96,7 +96,7 @@ def average_scores(
         block = min(largest_block, fast_rows(n_targets))
         solved_size = (solved_dim or 0) * n_targets
         in_memory = holds_solved(need, block, memory_mb, len(parts), solved_size)
-        # If all solved targets are read again for each block, large blocks are faster.
+        # Large blocks are faster if the solved targets must be read again for each block.
         if not in_memory:
             block = largest_block
         file_spec = spec.as_dict() | {
@@ -146,10 +146,10 @@ def average_scores(
 
             kept = KeptScores.of(blocks(), targets.get("improves"), labels, top)
             train |= kept.by_sample
-            own = targets, study_file, question, str(spec.experiment)
-            writer.table("targets", _with_study_columns(*own), ["id"])
-            own = train, study_file, pool, POOL if pool else TRAIN
-            writer.table("train", _with_study_columns(*own), ["id"])
+            table = _with_study_columns(targets, study_file, question, str(spec.experiment))
+            writer.table("targets", table, ["id"])
+            table = _with_study_columns(train, study_file, pool, POOL if pool else TRAIN)
+            writer.table("train", table, ["id"])
             # `sign` is not searchable, because pandas's queries have a function of this name.
             searchable = ["target_id", "rank", "train_id", "score"]
             writer.table("top_influences", influence_table(kept, train, targets), searchable)

@@ -29,8 +29,8 @@ from trak_core.runtime.files import file_digest
 from trak_core.settings import RetrainedSpec
 from trak_core.stages._shared import embeddings_hashes, naming_in_file, positions
 
-# The name of the subset with all training samples. The name of a difference is the names of two
-# subsets with LESS between them.
+# The name of the subset with all training samples. LESS joins the names of two subsets in the name
+# of their difference, such as "top less random".
 EVERYTHING, LESS = "everything", " less "
 # The range of values of each measure. A difference ranges from minus the upper bound to the upper
 # bound.
@@ -68,7 +68,7 @@ def compare_removals(
     else:
         kind, target_ids = None, [target for job in naming["top"] for target in job["target_ids"]]
         hashes["embedding_cosine"] = embeddings_hashes(named_by)
-    jobs = [(by, job) for by, jobs_by in naming.items() for job in jobs_by]
+    jobs = [(by, job) for by, jobs_of_method in naming.items() for job in jobs_of_method]
     files, stored = [], {by: [] for by in naming}
     for (by, job), path in zip(jobs, retrained, strict=True):
         job_spec = spec if is_list else replace(spec, subsets=f"without {by}")
@@ -122,12 +122,13 @@ def _by_subset(
         values = part.reshape(-1, spec.seeds, part.shape[1])
         random = values[1:].reshape(n_sizes, spec.draws, *values.shape[1:])
         return {EVERYTHING: values[:1, None], "random": random}
-    # A job trains models for each of its targets. A target is measured only on its own models.
-    of_jobs = []
+    # A job removes samples separately for each of its targets. The diagonal contains each target's
+    # values for the models that were trained without the samples chosen for this target.
+    values = []
     for part in parts:
         m = part.shape[1]
-        of_jobs.append(part.reshape(m, n_sizes, spec.seeds, m).diagonal(axis1=0, axis2=3))
-    return {by: np.concatenate(of_jobs, axis=-1)[:, None]}
+        values.append(part.reshape(m, n_sizes, spec.seeds, m).diagonal(axis1=0, axis2=3))
+    return {by: np.concatenate(values, axis=-1)[:, None]}
 
 
 def measures(

@@ -32,7 +32,7 @@ from trak_core.stages._shared import open_made_for, positions
 from trak_core.study.read_targets import split_of
 from trak_core.study.study import Study
 
-# The number of targets, and the number of scores of each sign to split for each target.
+# The number of targets, and for each target the number of positive and of negative scores to split.
 _TARGETS, _EACH = 100, 10
 
 
@@ -55,11 +55,12 @@ def compute_token_scores(
 ) -> None:
     """Split the largest scores into contributions of the tokens in both texts, and of the layers.
 
-    The score from one checkpoint is the inner product of the training sample's gradient and of the
-    solved target, projected back to the parameters. The gradient is a sum over the positions in the
-    text. The score of a token is the inner product with the term of its position. The score of a
-    layer is the inner product over only the layer's parameters. The target's tokens are scored in
-    the same way, with the training sample's features projected back.
+    The score from one checkpoint is the inner product of the training sample's gradient and a
+    vector, which is the target's features times the inverse normal matrix, projected back to the
+    parameters. The gradient is a sum over the positions in the text. The score of a token is the
+    inner product with the term of its position. The score of a layer is the inner product over only
+    the layer's parameters. The target's tokens are scored in the same way, with the training
+    sample's features projected back.
 
     For each of the first 100 targets, the ten largest scores of each sign are split. Targets whose
     scores are all 0 are skipped. ``checkpoints``, ``train_paths``, ``targets_paths`` and
@@ -105,8 +106,7 @@ def compute_token_scores(
         splits = study.split(TRAIN, None).take(train_ids), targets
         pairs = np.column_stack([rows, columns])
         compute = Compute(where, batch_size, memory_mb, threads)
-        given = loaded, own, damped, splits, (phi, target_phi), pairs, compute
-        cuts.append(cut_pairs(*given))
+        cuts.append(cut_pairs(loaded, own, damped, splits, (phi, target_phi), pairs, compute))
     weights = checkpoint_weights(np.stack(loss_weights), np.array(norms), spec)
     tokens, layers = token_tables(top, cuts, weights[:, rows])
     _print_accuracy(top, tokens, layers)
@@ -125,10 +125,7 @@ def _read_rows(features: Artifact, rows: Sequence[int]) -> np.ndarray:
 
 
 def _print_accuracy(top: pd.DataFrame, tokens: pd.DataFrame, layers: pd.DataFrame) -> None:
-    """Print the largest difference between a score and the sum of its contributions.
-
-    The contributions are those of tokens, or those of layers.
-    """
+    """Print the largest difference between a score and the sum over its tokens or its layers."""
     pair = ["target_id", "train_id"]
     scores = top.set_index(pair)["score"]
     sums = tokens.pivot_table("score", pair, "side", "sum")

@@ -17,10 +17,9 @@ from trak_core.artifacts import (
     software,
 )
 from trak_core.lists.lists import ENOUGH_TARGETS
-from trak_core.report.explore_data import EACH_ON_PAGE, Answer, explore
+from trak_core.report.explore_data import EACH_ON_PAGE, PageContents, explore
 from trak_core.report.read_results import output_of, read_experiment, with_class_names
-from trak_core.report.render import answer as answer_page
-from trak_core.report.render import rendered, score_warnings
+from trak_core.report.render import experiment_page, rendered, score_warnings
 from trak_core.report.template_filters import anchor, number
 from trak_core.runtime.files import atomic_write, safe_cell
 from trak_core.runtime.progress import blocks_with_progress
@@ -53,13 +52,13 @@ def _texts(study: Study, split: Split, name: str) -> pd.DataFrame:
 
 
 def _write_texts(
-    texts: Path, study: Study, answer: Answer, targets: Split, train: Split, code: str
+    texts: Path, study: Study, page: PageContents, targets: Split, train: Split, code: str
 ) -> None:
-    scores = answer.experiment
+    scores = page.experiment
     influential = scores.attributes["influential"]
     # Without describe(), samples have no texts, and only those on the page are read and printed.
     if not study.has("describe"):
-        shown = scores.tables["targets"]["id"].tolist()[: len(answer.targets)]
+        shown = scores.tables["targets"]["id"].tolist()[: len(page.targets)]
         targets, influential = targets.take(shown), scores.tables["top_influences"]["train_id"]
         influential = influential.unique().tolist()
     spec = {"scores": scores.content_hash}
@@ -108,10 +107,10 @@ def draw_influences(
         with open_artifact(path, TOKEN_SCORES) as file:
             check_same("scores", experiment.content_hash, file.spec["scores"], file)
             tokens = file.table("tokens")
-    given = experiment, study, train, targets
-    explored = explore(*given, token_scores=tokens, self_influence=influence)
+    samples = train, targets
+    explored = explore(experiment, study, *samples, token_scores=tokens, self_influence=influence)
     with atomic_write(answer) as partial:
-        partial.write_text(answer_page(explored, study.name), encoding="utf-8")
+        partial.write_text(experiment_page(explored, study.name), encoding="utf-8")
     _write_texts(texts, study, explored, targets, train, code)
 
 

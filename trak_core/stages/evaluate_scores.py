@@ -69,7 +69,7 @@ from trak_core.stages._shared import (
 def _passes(
     settings: Sequence[Setting], configured: Setting, spec: ScoresSpec
 ) -> list[FeaturePass]:
-    """Return how often, and with which settings, stored features are read to compute scores.
+    """Return the passes over the stored features that compute the scores for all ``settings``.
 
     If runs have several checkpoints, the first pass reads only the features of each run's last
     checkpoint. It uses the default settings for runs with one checkpoint.
@@ -101,10 +101,10 @@ def _feature_sums(
     *,
     gradient_dot: bool,
 ) -> tuple[list[dict[Setting, np.ndarray]], np.ndarray | None]:
-    """Return sums of scores over each subset for the settings of each pass.
+    """Return the sums of scores over each subset, by setting, for each pass.
 
-    The second result is these sums for the baseline ``gradient_dot``, or None. ``files`` contains
-    each checkpoint's training features, target features and scores.
+    The second result contains the same sums for the baseline ``gradient_dot``, or is None.
+    ``files`` contains each checkpoint's training features, target features and scores.
     """
     is_probability = about_output(spec.features.model_output).weight_is_probability
     totals: list[dict[Setting, np.ndarray]] = [{} for _ in passes]
@@ -130,16 +130,17 @@ def _feature_sums(
                     continue
                 weights = {}
                 for power in by_power:
-                    of = curvature_power(each.weighting, power, is_probability=is_probability)
-                    weights[power] = normal_weights(train, of)
+                    weighting = each.weighting, power
+                    curvature = curvature_power(*weighting, is_probability=is_probability)
+                    weights[power] = normal_weights(train, curvature)
                 dim = each.unit_dim
                 read = read_rows(phi, normalize=dim is not None, first=dim)
                 rows = CheckpointRows(loss_weights, weights, read, target_phi, block, normal)
                 terms = setting_sums(masks, each.settings, by_power, rows)
                 total.update({key: total.get(key, 0) + term for key, term in terms.items()})
             if gradient_dot:
-                given = masks, loss_weights, read_rows(phi), target_phi, block
-                dots = gradient_dot_sums(*given) + (0 if dots is None else dots)
+                sums = gradient_dot_sums(masks, loss_weights, read_rows(phi), target_phi, block)
+                dots = sums if dots is None else dots + sums
     return totals, dots
 
 
@@ -176,12 +177,12 @@ def evaluate_scores(
     projection = spec.features.projection
     proj_dim = projection.get("proj_dim", 0)
     configured = Setting(spec.damping, spec.loss_weight_power, Combine(spec.combine), proj_dim)
-    settings = settings_of(sweep, configured)
+    settings = [] if sweep is None else settings_of(sweep, configured)
     with ExitStack() as stack:
         parts = open_checkpoint_scores(stack, checkpoint_scores, spec)
         final = stack.enter_context(open_made_for(scores, SCORES, spec))
-        made_of = [part.spec["checkpoint"] for part in parts]
-        check_same("checkpoints", made_of, final.spec["checkpoints"], final)
+        checkpoints = [part.spec["checkpoint"] for part in parts]
+        check_same("checkpoints", checkpoints, final.spec["checkpoints"], final)
         train_ids, target_ids = parts[0].ids("train_ids"), parts[0].ids("target_ids")
         truth = read_ground_truth(retrained, train_ids, target_ids, retrained_spec)
         masks, n_train = truth.masks, len(train_ids)
@@ -268,9 +269,9 @@ def evaluate_scores(
 def read_ground_truth(
     paths: Sequence[Path], train_ids: list[Any], target_ids: list[Any], spec: RetrainedSpec | None
 ) -> GroundTruth:
-    """Return the subsets and the outputs of retrained models from all files.
+    """Return the subsets and the outputs of the retrained models in all files.
 
-    Their columns are in the order of ``train_ids`` and ``target_ids``. The files must be made for
+    Columns are in the order of ``train_ids`` and ``target_ids``. The files must have been made for
     ``spec``, which is None for a user's file.
     """
     parts, source = [], []

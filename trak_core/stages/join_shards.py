@@ -28,7 +28,7 @@ def _without_shard(spec: dict) -> dict:
 
 
 def _check(parts: Sequence[Artifact], spec: FeaturesSpec) -> None:
-    """Raise an error if shards differ from ``spec`` or in their samples, or are in wrong order."""
+    """Raise an error if shards were not made for ``spec``, do not match, or are in wrong order."""
     first_row, first = 0, parts[0]
     for number, part in enumerate(parts, start=1):
         check_made_for(part, spec, may_be_shard=True)

@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -59,10 +58,10 @@ class StudyModel:
     """A study's model on the CPU, from which names, shapes and the number of classes are read.
 
     With ``without_numbers``, the model is built in torch's ``FakeTensorMode``. Fake tensors have
-    shapes and dtypes but no storage, so even a large model takes little time and memory. They do
-    not support everything, such as ``model.bfloat16()``, PEFT, or a forward pass that branches on
-    values. If a call fails with fake tensors, it is repeated with the real model. Therefore, every
-    error is from the real model.
+    shapes and dtypes but no storage, so even a large model takes little time and memory. Some
+    models do not work with fake tensors, for example because of ``model.bfloat16()``, PEFT, or a
+    forward pass that branches on values. A call that fails with fake tensors is repeated with the
+    real model, so every error is from the real model.
     """
 
     def __init__(self, study: Study, model_output: str, *, without_numbers: bool) -> None:
@@ -111,15 +110,15 @@ class _Copy:
 
 
 @contextmanager
-def _copied(told: dict[str, str], part: str) -> Generator[None, None, None]:
-    """Send printed text to standard error, and store a copy as ``told[part]``.
+def _copied(copies: dict[str, str], split: str) -> Generator[None, None, None]:
+    """Send printed text to standard error, and store a copy as ``copies[split]``.
 
-    Later runs that do not read the study again print the copy.
+    Later runs that do not read the split again print the copy.
     """
     copy = _Copy(sys.stderr)
     with redirect_stdout(cast(Any, copy)), redirect_stderr(cast(Any, copy)):
         yield
-    told[part] = copy.text
+    copies[split] = copy.text
 
 
 def _check_labels(
@@ -161,7 +160,7 @@ def _check_labels(
 def _check_known_groups(
     group_by: Sequence[str], name: str, output: ModelOutput, labels: Sequence[int | float]
 ) -> None:
-    """Raise an error if ``group_by`` has ``label`` or ``prediction``, but these are not classes."""
+    """Raise an error if ``group_by`` has ``label`` or ``prediction`` and these are not classes."""
     if "label" in group_by:
         Grouping.of("label", labels)
     is_number = name in TABLE and not TABLE[name].labels_are_classes
@@ -188,11 +187,11 @@ def _check_arguments(study: Study, arguments: Mapping[str, Any], requirement: st
 
 
 def _check_training(
-    study: Study, training: Mapping[str, Mapping[str, Any]], *, leaves_several: bool
+    study: Study, training: Mapping[str, Mapping[str, Any]], *, saves_several: bool
 ) -> None:
     """Raise an error if the study's ``train`` does not accept the arguments of every run.
 
-    If a run ``leaves_several`` checkpoints, ``train`` must be a generator.
+    If a run saves several checkpoints (``saves_several``), ``train`` must be a generator.
     """
     train = study.function("train")
     if "at" in inspect.signature(train).parameters:
@@ -205,7 +204,7 @@ def _check_training(
     for run, arguments in training.items():
         requirement = f"train() must accept the arguments of checkpoint {run} and of `training`"
         _check_arguments(study, dict(arguments), requirement)
-    if leaves_several and not inspect.isgeneratorfunction(inspect.unwrap(train)):
+    if saves_several and not inspect.isgeneratorfunction(inspect.unwrap(train)):
         raise InputError(
             f"{study.path}: for several checkpoints of one run (`at`), train() must yield (time, "
             "model) at every time under `at`. Found no `yield` in train(). Write `yield epoch, "
@@ -227,16 +226,16 @@ def _check_retraining(study: Study, arguments: Mapping[str, Any]) -> None:
 def _check_checkpoints(
     study: Study, model: nn.Module, checkpoints: Mapping[str, Sequence[str | None]]
 ) -> list[str]:
-    """Return the checkpoints whose keys transformers must rename, after checking all of them.
+    """Return the checkpoints whose weights transformers must rename, after checking all of them.
 
     Raise one error for all checkpoints that do not fit the model.
     """
     problems, renamed = dict[str, str](), list[str]()
     notices = defaultdict[str, list[str]](list)
-    for checkpoint, parts in checkpoints.items():
-        for part in parts:
+    for checkpoint, keys in checkpoints.items():
+        for key in keys:
             try:
-                is_renamed, notice = check_checkpoint(model, Path(checkpoint), part)
+                is_renamed, notice = check_checkpoint(model, Path(checkpoint), key)
             except InputError as error:
                 problems[checkpoint] = str(error)
                 continue
@@ -257,12 +256,12 @@ def _check_checkpoints(
 
 def _ready_made(study: Study) -> ReadyStudy | None:
     """Return the ``ReadyStudy`` object of a ready-made study, or None for a user's own study."""
-    parts = getattr(study.module, "study", None)
-    return parts if isinstance(parts, ReadyStudy) else None
+    ready = getattr(study.module, "study", None)
+    return ready if isinstance(ready, ReadyStudy) else None
 
 
 def _with_advice(error: InputError, study: Study) -> str:
-    """Return an error's message. For a ready-made study, name the argument to change."""
+    """Return the message of an error. For a ready-made study, it names the argument to change."""
     message, ready = str(error), _ready_made(study)
     if ready:
         for advice in (CHANGE_SAMPLES, ONE_SHAPE):
@@ -281,13 +280,13 @@ def preflight_study(
     weighting: str,
     parameter_patterns: Sequence[str] | None,
     training: dict[str, dict[str, Any]] | None,
-    leaves_several: bool = False,
+    saves_several: bool = False,
     splits: dict[str, list[int | str] | None],
-    questions: Mapping[str, str] = MappingProxyType({}),
-    conditions: Mapping[str, str] = MappingProxyType({}),
+    questions: Mapping[str, str] = {},
+    conditions: Mapping[str, str] = {},
     retraining: dict[str, Any] | None = None,
     describes: bool = False,
-    checkpoints: Mapping[str, Sequence[str | None]] = MappingProxyType({}),
+    checkpoints: Mapping[str, Sequence[str | None]] = {},
     without_numbers: bool = False,
     group_by: Sequence[str] = (),
 ) -> dict[str, Any]:
@@ -301,7 +300,7 @@ def preflight_study(
         weighting: The config's ``scoring.weighting``.
         parameter_patterns: Patterns for names of the parameters to use; None for all.
         training: Arguments of the study's ``train`` for each run; None if nothing is trained.
-        leaves_several: Whether a run saves checkpoints at several times.
+        saves_several: Whether a run saves checkpoints at several times.
         splits: For each split or experiment, the ids of the samples to read; None for all samples.
         questions: The file of an experiment's targets, by experiment, if there is such a file.
         conditions: The ``where`` condition of an experiment, by experiment, if there is one.
@@ -315,12 +314,12 @@ def preflight_study(
     Returns:
         A mapping with these keys: ``n_params``; ``model_bytes``, the size of all parameters and
         buffers; ``n_samples`` of each split; ``told``, the text that was printed about each split;
-        ``renamed``, the checkpoints whose keys transformers must rename.
+        ``renamed``, the checkpoints whose weights transformers must rename.
     """
     study = Study.load(study_file)
     study.class_names()
     if training is not None:
-        _check_training(study, training, leaves_several=leaves_several)
+        _check_training(study, training, saves_several=saves_several)
     if retraining is not None:
         _check_retraining(study, retraining)
     if describes and not study.has("describe"):

@@ -37,7 +37,7 @@ from trak_core.study.dataset_split import Split
 from trak_core.study.retraining_draws import random_removal, random_subset, sizes_of, training_seed
 from trak_core.study.study import Study, trained_model
 
-_POOL = "target_data"
+_TARGETS = "target_data"
 # Models are trained only on the samples of a list of this kind, but without those of other lists.
 _SELECT = "select"
 
@@ -93,7 +93,7 @@ def retrain(
         common = [training_seed(spec.seed, 0, naming["draw"])] if is_list else _seeds(spec, 0)
         seeds = [common] * len(masks)
         file_spec |= naming_in_file(naming) | {"sizes": sizes, "named_by": hashes}
-    pool = study.split(_POOL, None)
+    targets = study.split(_TARGETS, None)
     runs = [(i, seed) for i, seeds_of_subset in enumerate(seeds) for seed in seeds_of_subset]
     results: list[tuple[np.ndarray, np.ndarray]] = []
     for run, _ in blocks_with_progress(len(runs), 1, "trainings"):
@@ -102,14 +102,14 @@ def retrain(
         data = Subset(train.samples, np.flatnonzero(masks[i]).tolist())  # pyright: ignore[reportArgumentType]
         model = trained_model(study, {**spec.arguments, "seed": seed}, data)
         results.append(
-            outputs_and_predictions(model, spec.model_output, train, pool, batch_size, study)
+            outputs_and_predictions(model, spec.model_output, train, targets, batch_size, study)
         )
     values, predictions = (np.stack(parts) for parts in zip(*results, strict=True))
     rows = [numbers[i] for i, _ in runs]
     with create(retrained, RETRAINED, file_spec, software(code, "cpu", "torch", "numpy")) as writer:
         writer.matrix("masks", numbers, train.ids, dtype=np.uint8)[:] = np.stack(masks)
-        writer.matrix("outputs", rows, pool.ids)[:] = values
-        writer.matrix("predictions", rows, pool.ids, dtype=predictions.dtype)[:] = predictions
+        writer.matrix("outputs", rows, targets.ids)[:] = values
+        writer.matrix("predictions", rows, targets.ids, dtype=predictions.dtype)[:] = predictions
 
 
 def _seeds(spec: RetrainedSpec, subset: int) -> list[int]:

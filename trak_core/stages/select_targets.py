@@ -44,7 +44,7 @@ def select_targets(
         for file in files:
             check_made_for(file, spec.under(file.spec["checkpoint"]["id"]))
             check_same("targets", files[0].ids("sample_ids"), file.ids("sample_ids"), file)
-        # The function reads any file of outputs, not only those of training samples.
+        # Despite its name, the function also reads files of targets.
         table = pd.DataFrame(training_table(files))
         values = np.stack([file.vector("outputs") for file in files])
         table["output_sd"] = values.std(axis=0, dtype=np.float64)

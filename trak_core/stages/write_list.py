@@ -83,8 +83,8 @@ def _write(
 ) -> None:
     """Write the rows of a list as CSV, with the study's class names in the columns ``labels``.
 
-    If a label has many parts, such as tokens, the columns that count the parts are named after
-    them. Columns of labels and predictions are left out if this model output has none.
+    If a label has many parts, such as tokens, its column contains their number and is named after
+    them. Columns of labels and predictions are left out if the model output has none.
     """
     if study_file is not None:
         # This module imports torch, so it is imported only if it is needed.

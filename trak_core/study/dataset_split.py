@@ -18,6 +18,7 @@ from trak_core.errors import (
     StoppedError,
     caused_by_out_of_memory,
     disk_full_reason,
+    first_line,
     listed,
 )
 
@@ -113,7 +114,7 @@ def _stacked(parts: Sequence[Any], name: str) -> Tensor:
         raise InputError(
             "Samples must be tuples or dicts of tensors or numbers, with the same shapes in every "
             "sample. Texts must be padded to one length. Found "
-            f"{', '.join(sorted(shapes)[:4])} for {name}: {(str(error).splitlines() or [''])[0]}",
+            f"{', '.join(sorted(shapes)[:4])} for {name}: {first_line(error)}",
             code="study.sample_shapes",
         ) from error
 

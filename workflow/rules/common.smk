@@ -8,7 +8,7 @@ from snakemake.io import get_flag_value
 from snakemake.settings.types import SharedFSUsage
 
 from trak_core.config import preflight, read_config
-from trak_core.config.cross_checks import check_given
+from trak_core.config.cross_checks import check_config_entries
 from trak_core.config.results_owner import begin_run, differences_of_copy, show_results
 from trak_core.config.specs_from_config import Specs
 from trak_core.dependency_digests import mentions, stage_digest
@@ -19,9 +19,9 @@ from trak_core.runtime.job import explain_interrupts, export_library_path, stage
 # Jobs are separate processes, and must import the same trak_core as this file.
 export_library_path()
 schema = Path(workflow.source_path("../schemas/config.schema.yaml"))
-# If this workflow is a module of another one, it has a name, and no `onstart` and `--config`.
+# A module of another workflow has a name, but neither `onstart` nor the values of `--config`.
 is_module = __name__ is not None
-given = [] if is_module else workflow.config_settings.config_args or []
+config_entries = [] if is_module else workflow.config_settings.config_args or []
 # With a default storage provider, all files of jobs are in its store, even the user's own files.
 stored = workflow.storage_settings.default_storage_provider is not None
 placed = workflow.modifier.path_modifier
@@ -41,7 +41,7 @@ with explained():
     files = list(map(str, workflow.overwrite_configfiles or workflow.configfiles))
     for file in set(files).difference(preflight.brought_along):
         read_config.check_unique_keys(Path(file))
-    config.update(read_config.completed(config, schema, entries=given))
+    config.update(read_config.completed(config, schema, entries=config_entries))
     # If this workflow is a module of another one, its `prefix` changes the results folder.
     results = Path(placed.replace_prefix(f"{config['results']}/_")).parent
     explain_interrupts(str(results), is_main=workflow.is_main_process)
@@ -53,7 +53,7 @@ with explained():
         if not stored:
             for warning in differences_of_copy(config, results):
                 logger.warning(warning)
-            # An existing record is replaced by `onstart`, or here for a module, which has none.
+            # `onstart` replaces an existing record. A module has no `onstart`, so replace it here.
             read_config.record_config(config, results, replaces=is_module)
         if SharedFSUsage.SOURCES not in workflow.storage_settings.shared_fs_usage:
             # Snakemake sends config files to jobs, but other files only if git tracks them.

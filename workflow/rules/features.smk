@@ -10,7 +10,7 @@ use rule model_stage as compute_features with:
         "<results>/benchmarks/compute_features/{checkpoint}/{split}.tsv"
     wildcard_constraints:
         split=any_of([split for split, n in specs.shards.items() if n == 1]),
-    # Other jobs wait for features. If features were computed last, cores would be idle at the end.
+    # Many jobs need features. If some features were computed last, cores would be idle at the end.
     priority: scores_first + 1
     params:
         code=code_of("compute_features"),
@@ -90,8 +90,6 @@ use rule stage as compute_scores with:
     benchmark:
         "<results>/benchmarks/compute_scores/{experiment}/{checkpoint}.tsv"
     priority: scores_first
-    # With more threads, OpenBLAS's Cholesky factorization crashes for a proj_dim of 16,384 or more.
-    threads: 1
     params:
         code=code_of("compute_scores"),
         spec=checkpoint_scores_spec,
@@ -110,8 +108,6 @@ use rule stage as compute_self_influence with:
         "<results>/logs/compute_self_influence.log",
     benchmark:
         "<results>/benchmarks/compute_self_influence.tsv"
-    # With more threads, OpenBLAS's Cholesky factorization crashes for a proj_dim of 16,384 or more.
-    threads: 1
     params:
         code=code_of("compute_self_influence"),
         spec=specs.self_influence.as_dict(),

@@ -31,8 +31,6 @@ use rule stage as compute_exact_scores with:
     benchmark:
         "<results>/benchmarks/compute_exact_scores/{experiment}/{checkpoint}.tsv"
     priority: scores_first
-    # With more threads, OpenBLAS's Cholesky factorization crashes for 16,384 or more samples.
-    threads: 1
     params:
         code=code_of("compute_exact_scores"),
         spec=checkpoint_scores_spec,

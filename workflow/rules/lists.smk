@@ -5,19 +5,15 @@ naming_study = (
 
 
 def list_scores(kind):
-    """Return the file of scores from which a list is made. They may be for samples of a pool."""
-    of = "pool" if kind == "select" and specs.pool is not None else "scores"
-    return f"{folder}/{of}/{specs.lists[kind]['experiment']}.h5"
+    """Return the scores from which a list is made: of the pool's or of the training samples."""
+    scored = "pool" if kind == "select" and specs.pool is not None else "scores"
+    return f"{folder}/{scored}/{specs.lists[kind]['experiment']}.h5"
 
 
 use rule stage as write_list with:
     input:
         scores=lambda w: list_scores(w.kind),
-        self_influence=lambda w: (
-            [f"{folder}/self_influence.h5"] * (w.kind == "suspects")
-            if specs.is_projected
-            else []
-        ),
+        self_influence=lambda w: known_self_influence if w.kind == "suspects" else [],
     output:
         listed="<results>/lists/{kind}.csv",
     log:
@@ -52,7 +48,7 @@ if specs.pool is not None:
         priority: 0
         params:
             keep="top_k",
-            spec=lambda w: (specs.list_scores("select").under(w.checkpoint).as_dict()),
+            spec=lambda w: specs.list_scores("select").under(w.checkpoint).as_dict(),
         message:
             "Scoring the pool for {wildcards.experiment} under checkpoint {wildcards.checkpoint}"
 
@@ -93,7 +89,7 @@ if "duplicates" in specs.lists:
         params:
             code=code_of("find_duplicates"),
             study_file=naming_study,
-            spec=specs.checkpoint_scores(compared_with, compared).as_dict(),
+            spec=specs.scores(compared_with).under(compared).as_dict(),
         message:
             "Looking for duplicates among all samples: {output.listed}"
 

@@ -1,8 +1,8 @@
 # Functions that return the files and params of a job, given the job's wildcards `w`.
 #
 # Snakemake compares the params of a job as a set of texts, and would not notice if two params
-# exchanged their values. Therefore, one param (the spec) contains all numbers, and no two other
-# params can have the same value.
+# exchanged their values. Therefore, all numbers are in one param (the spec), and the values of other
+# params cannot be equal.
 compute, scoring = config["compute"], config["scoring"]
 folder, trained = config["results"], "training" in config
 any_of = lambda names: "|".join(map(re.escape, names)) or "(?!)"
@@ -21,9 +21,9 @@ wildcard_constraints:
 def own_file(path):
     """Return a user's file as the input of a rule, and a text that changes with its content.
 
-    The text is needed because Snakemake does not notice if a file is replaced by an older one, or
-    if a file in a folder changes. In a process that only runs a job, the text is None, because the
-    node may not have the file. The `prefix` of a module does not change the path.
+    The text is a param of the job, because Snakemake does not notice if the file is replaced by an
+    older one, or if a file in a folder changes. In a process that only runs a job, the text is None,
+    because the node may not have the file. The `prefix` of a module does not change the path.
     """
     if not stored and "://" not in path:
         return ancient(local(path)), digests.get(path)
@@ -46,7 +46,7 @@ checkpoint_signature = lambda w: checkpoint_files[w.checkpoint][1]
 features_spec = lambda w: specs.features(w.checkpoint, w.split).as_dict()
 scores_spec = lambda w: specs.scores(w.experiment).as_dict()
 checkpoint_scores_spec = lambda w: (
-    specs.checkpoint_scores(w.experiment, w.checkpoint).as_dict()
+    specs.scores(w.experiment).under(w.checkpoint).as_dict()
 )
 split_targets = lambda w: specs.experiments.get(w.split)
 split_question = lambda w: specs.questions.get(w.split)
@@ -58,9 +58,9 @@ def selected_targets(w):
     return [f"{folder}/targets/{w.split}.h5"] * (w.split in specs.conditions)
 
 
-def of_checkpoints(pattern, of=specs.checkpoints):
+def of_checkpoints(pattern, checkpoints=specs.checkpoints):
     """Return a file for each checkpoint, whose id replaces `{c}`. Other wildcards are kept."""
-    return [f"{folder}/{pattern}".replace("{c}", c) for c in of]
+    return [f"{folder}/{pattern}".replace("{c}", c) for c in checkpoints]
 
 
 def of_ends(pattern):
@@ -68,7 +68,7 @@ def of_ends(pattern):
     return of_checkpoints(pattern, specs.self_influence.ends)
 
 
-# With top_k, files under the checkpoints do not contain scores, so features are read again.
+# With top_k, the files of single checkpoints contain no scores. These are computed from features.
 train_features = (
     of_checkpoints("features/{c}/train.h5") if scoring["keep"] == "top_k" else []
 )
@@ -112,7 +112,7 @@ def job_mb(wildcards, attempt):
 
 
 def model_job_mb(wildcards, attempt):
-    # A job for several checkpoints loads only one of them at a time.
+    # A job for several checkpoints loads one at a time, so it needs memory for the largest.
     name = getattr(wildcards, "checkpoint", None)
     weights = preflight.largest_weights_mb(specs, results, name)
     return job_mb(wildcards, attempt) + attempt * weights

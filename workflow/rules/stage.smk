@@ -1,11 +1,13 @@
 # All jobs share an environment, a memory limit, and a script, which runs the function named in the
-# param `code`. Each rule sets its own log and benchmark, because with a store, Snakemake does not
-# fill in pathvars in inherited ones.
+# param `code`. Each rule sets its own log and benchmark, because Snakemake does not replace <results>
+# in inherited ones if files are in a store.
 rule stage:
     log:
         "<results>/logs/stage.log",
     conda:
         environment
+    # Scores need one thread: with more, OpenBLAS's Cholesky factorization crashes for matrices with
+    # 16,384 or more rows.
     threads: 1
     resources:
         mem_mb=job_mb,

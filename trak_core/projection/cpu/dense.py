@@ -1,13 +1,13 @@
 """Project on a CPU with dense matrices of independent entries, ``rademacher`` and ``normal``.
 
-R is the projection matrix. ``normal`` forms a small tile of R at a time, and multiplies by this
-tile while it is in the cache.
+R is the projection matrix. For ``normal``, a small tile of R is formed at a time, and gradients are
+multiplied by this tile while it is in the cache.
 
 ``rademacher`` uses the Method of Four Russians. Four coordinates of a sample can enter a sum with
 16 patterns of signs. For every four coordinates, the 16 signed sums are stored in a table. For each
-column, four bits of the column's random word select a row of the table, which is added. A matrix
-product would need four multiplications and four entries of R instead. On processors with wide
-vectors, a table row contains the sums of two tiles of eight samples.
+column, four bits of the column's random word select the table row that is added. A matrix product
+would need four multiplications and four entries of R instead. On processors with wide vectors, a
+table row contains the sums of two tiles of eight samples.
 
 Source: Arlazarov, Dinic, Kronrod, Faradzev, "On economical construction of the transitive closure
 of a directed graph", Soviet Mathematics Doklady 11, 1970 (tables of the sums of a few rows).
@@ -53,9 +53,9 @@ def _fill_table(n):
 
     @vector_intrinsic
     def fill_table(builder, tables, table, x, row):
-        """Store the 16 signed sums of four rows of ``x``, with numbers row + 8 i for i < 4.
+        """Store the 16 signed sums of the rows row, row + 8, row + 16 and row + 24 of ``x``.
 
-        If bit i of a sum's index in the table is set, row i enters with a minus sign.
+        If bit i of a sum's index in the table is set, row + 8 i is subtracted.
         """
         positions = [
             [builder.add(row, INT64(8 * i + tile * _BLOCK)) for tile in range(n)] for i in range(4)
@@ -106,7 +106,7 @@ _add_to_one, _add_to_two = _add_table_rows(1), _add_table_rows(2)
 
 @compiled
 def _project_slice(rows, start, stop, first, key, in_pairs, out):
-    """Compute ``rademacher_slice_cpu``, for two tiles of samples at a time if ``in_pairs``."""
+    """Do the work of ``rademacher_slice_cpu``, for two tiles at a time if ``in_pairs``."""
     n_samples = len(rows)
     n_columns = (out.shape[1] + 3) // 4 * 4
     n_tiles = tiles_of(n_samples)
@@ -181,8 +181,8 @@ def normal_entry(word):
 @vector_intrinsic
 def _add_products(builder, sums, column, x, entries, first_entry):
     """Add the products of gradients and R for 16 coordinates to the sums of 8 columns."""
-    # In ``entries``, the entries of a coordinate are contiguous. The next coordinate's begin after
-    # _WIDTH entries.
+    # The entries of R for a coordinate are contiguous in ``entries``. Those for the next coordinate
+    # begin _WIDTH entries later.
     columns = [builder.add(column, INT64(i)) for i in range(_GROUP)]
     before = [sums.load(column) for column in columns]
     vectors = ir.FunctionType(before[0].type, [before[0].type] * 3)
@@ -205,7 +205,7 @@ def _add_products(builder, sums, column, x, entries, first_entry):
 
 @compiled
 def normal_slice_cpu(rows, start, stop, first, key, out):
-    """Write the ``normal`` projection of a slice. Arguments as for ``rademacher_slice_cpu``."""
+    """Write the ``normal`` projection of a slice, like ``rademacher_slice_cpu``."""
     n_samples = len(rows)
     n_tiles = tiles_of(n_samples)
     n_columns = (out.shape[1] + _WIDTH - 1) // _WIDTH * _WIDTH

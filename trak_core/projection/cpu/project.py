@@ -28,11 +28,11 @@ T = TypeVar("T")
 
 # Number of kernel calls for each thread. With several calls, no thread idles long at the end.
 _CALLS = 4
-# Limit in bytes for results that wait to be added in order. One for each thread is always allowed.
+# Limit in bytes for results that wait to be added in order. Each thread may always have a result.
 _WAITING_BYTES = 2**26
 _TWO_TILES = 2 * LANES  # number of samples that a kernel may process together
-# Id of the process that imported this module. It is None if multiprocessing has forked this
-# process, because OpenMP may have been used before the fork.
+# Id of the process that imported this module. It is None in a process that multiprocessing has
+# forked, because OpenMP may have been used before the fork.
 _IMPORTER = os.getpid() if parent_process() is None else None
 
 
@@ -56,24 +56,22 @@ def pause_openmp() -> None:
 def load_compiler() -> None:
     """Load the parts of numba that the first kernel needs.
 
-    If this is called before jobs are forked, each of them saves 0.25 s. No kernel is compiled, and
-    no thread is started.
+    A call before jobs are forked saves 0.25 s in each job. No kernel is compiled, and no thread is
+    started.
     """
     cpu_target.target_context.refresh()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @dataclass(frozen=True)
 class _Kernel:
-    """The kernel of a kind of projection, and the sizes of slices of coordinates and of shares."""
+    """The kernel of a kind of projection, and the sizes of the pieces into which work is split."""
 
-    # A function of rows, a range of columns, the first coordinate, the key and the result. For a
-    # tensor sketch, the fields of ``Hashes`` replace the key.
-    call: Callable[..., None]
+    call: Callable[..., None]  # a function with the arguments of ``rademacher_slice_cpu``
     length: int  # number of coordinates in a slice, which is enough work for a thread
-    # Smallest number of samples in a share. Each share computes R again, so small shares are slow.
-    share: int
-    # Largest number of samples in a share. Their rows and sums still fit into the caches.
-    most: int
+    # Smallest number of samples in a call. Each call computes R again, so small calls are slow.
+    least_samples: int
+    # Largest number of samples in a call, whose gradients and sums still fit into the caches.
+    most_samples: int
 
 
 # Slice lengths for kinds whose work is proportional to proj_dim, and for the other kinds.
@@ -87,7 +85,7 @@ _KERNELS = {
 
 
 def slice_length(spec: ProjectionSpec) -> int:
-    """Return the number of coordinates in a slice. For ``hadamard``, proj_dim divides it."""
+    """Return the number of coordinates in a slice, for ``hadamard`` a multiple of proj_dim."""
     length = _KERNELS[spec.kind].length
     return max(length, spec.proj_dim) if spec.kind is ProjectionKind.HADAMARD else length
 
@@ -101,9 +99,9 @@ def _as_float32(rows: np.ndarray) -> np.ndarray:
 def _slice_rows(blocks: Sequence[np.ndarray], start: int, stop: int) -> tuple[np.ndarray, int, int]:
     """Return a matrix that has the columns from ``start`` to ``stop`` of consecutive blocks.
 
-    The other results are the range of these columns in the matrix. The matrix is C-contiguous and
+    Also return where these columns start and stop in the matrix. The matrix is C-contiguous and
     float32, because Numba would compile another kernel for any other layout. If a block has this
-    layout and contains all columns, it is returned without a copy.
+    layout and contains all the columns, the block itself is returned.
     """
     parts = []
     first = 0
@@ -121,7 +119,7 @@ def _slice_rows(blocks: Sequence[np.ndarray], start: int, stop: int) -> tuple[np
 
 @cache
 def _pool(threads: int) -> ThreadPoolExecutor:
-    """Return a thread pool, always the same one, because new threads may share a core at first."""
+    """Return a pool that is kept, because new threads may run on the same core at first."""
     return ThreadPoolExecutor(threads)
 
 
@@ -153,7 +151,9 @@ def _in_order(calls: Iterator[Callable[[], T]], threads: int, ahead: int) -> Ite
 def _shares(n_samples: int, kernel: _Kernel, n_slices: int, threads: int) -> list[slice]:
     """Return slices of the samples that fit into the caches, and that keep all threads busy."""
     n_useful = 1 if threads == 1 else -(-_CALLS * threads // n_slices)
-    n_shares = max(min(n_useful, n_samples // kernel.share), -(-n_samples // kernel.most))
+    n_shares = max(
+        min(n_useful, n_samples // kernel.least_samples), -(-n_samples // kernel.most_samples)
+    )
     size = -(-n_samples // (n_shares * _TWO_TILES)) * _TWO_TILES
     return [slice(start, start + size) for start in range(0, n_samples, size)]
 
@@ -164,8 +164,8 @@ def project_cpu(
     """Add the unscaled projection of the gradient blocks to ``out``.
 
     Each thread needs memory for a result, the kernel's sums, and a slice of the gradients. Two more
-    results may wait if they fit into 64 MiB. A slice is copied only if it is not float32, is not
-    contiguous, or extends over several blocks.
+    results may wait to be added if they fit into 64 MiB. A slice is copied only if it is not
+    float32, is not contiguous, or extends over several blocks.
 
     Args:
         blocks: Matrices (n_samples, n_i) with consecutive columns and one dtype: float32, float16,

@@ -2,8 +2,8 @@
 
 Samples are grouped into tiles of eight, with one sample in each lane of a vector. For each
 coordinate of the gradients or column of the result, a tile contains a *row of lanes*: eight float32
-numbers. The results of a sample are computed in its lane and do not depend on the other samples of
-the batch. Lanes without a sample are zero.
+numbers. The results of a sample are computed in the sample's lane and do not depend on the other
+samples of the batch. Lanes without a sample are zero.
 
 Intrinsics generate vector instructions, because LLVM does not vectorize loops over the lanes.
 """
@@ -40,7 +40,7 @@ def compiled(function: Callable[..., Any]) -> Any:
     Machine code is cached in NUMBA_CACHE_DIR if this variable is set, else in ``__pycache__`` next
     to this file, or in the user's cache folder if ``__pycache__`` is not writable.
     """
-    # Numba reads this setting when it decorates the function.
+    # ``njit`` reads the cache folder from this setting.
     before = config.CACHE_DIR  # pyright: ignore[reportAttributeAccessIssue]
     config.CACHE_DIR = str(_CACHE_FOLDER)  # pyright: ignore[reportAttributeAccessIssue]
     try:
@@ -100,7 +100,7 @@ class LaneArray:
     """
 
     def __init__(self, context: Any, builder: Any, kind: types.Array, value: Any):
-        """Store what numba passes to a code generator, with the argument's type and value."""
+        """Take numba's context and code builder, and the type and value of the argument."""
         self._array = partial(context.make_array(kind), context, builder, value)
         self._builder = builder
 
@@ -135,14 +135,14 @@ class LaneArray:
         self._builder.store(vector, self._row(row, n)).align = 4
 
     def gather(self, rows: Sequence[Any]) -> Any:
-        """Return one or two rows of lanes, with any numbers, as one vector."""
+        """Return the rows of lanes with the numbers ``rows``, of which there are one or two."""
         first = self.load(rows[0])
         if len(rows) == 1:
             return first
         return _shuffled(self._builder, first, self.load(rows[1]), range(2 * LANES))
 
     def scatter(self, vector: Any, rows: Sequence[Any]) -> None:
-        """Write a vector to one or two rows of lanes. This is the inverse of ``gather``."""
+        """Write a vector to rows of lanes. This is the inverse of ``gather``."""
         for i, row in enumerate(rows):
             part = range(i * LANES, (i + 1) * LANES)
             self.store(_shuffled(self._builder, vector, vector, part), row)
@@ -185,7 +185,7 @@ def spread(builder: Any, number: Any) -> Any:
 
 @cache
 def holds_two_tiles() -> bool:
-    """Return whether this processor adds the lanes of two tiles of samples as fast as those of one.
+    """Return whether this processor adds two tiles of samples as fast as a single tile.
 
     This requires vectors of 512 bits. On an Intel Xeon with AVX-512, two tiles together took 0.58
     times as long as one after the other. On AMD's Zen 3, whose vectors have 256 bits, they took

@@ -67,7 +67,7 @@ def _multiply(builder, x, row, sign):
 
 @vector_intrinsic
 def _add_signed(builder, sums, column, x, row, sign):
-    """Add ``sign`` times a row of ``x`` to the sums of ``column``, in all lanes."""
+    """Add ``sign`` times a row of ``x`` to the sums of ``column``, in each lane."""
     product = builder.fmul(x.load(row), spread(builder, sign))
     sums.store(builder.fadd(sums.load(column), product), column)
 
@@ -99,7 +99,7 @@ def _transform(x, n):
 
 @compiled
 def hadamard_slice_cpu(rows, start, stop, first, key, out):
-    """Write the ``hadamard`` projection of a slice. Arguments as for ``rademacher_slice_cpu``."""
+    """Write the ``hadamard`` projection of a slice, like ``rademacher_slice_cpu``."""
     n_samples = len(rows)
     proj_dim = out.shape[1]
     n_tiles = tiles_of(n_samples)
@@ -128,7 +128,7 @@ def hadamard_slice_cpu(rows, start, stop, first, key, out):
 _TENSOR_SKETCH = ProjectionKind.TENSOR_SKETCH.tag
 _BLOCK = 128  # coordinates that are copied to lanes at a time
 _FREQUENCIES = 512  # number of complex numbers whose squares are summed at a time
-_FLUSH = 32  # mean number of additions to a column's sum, after which it is added to the total
+_FLUSH = 32  # mean number of additions to a column's sum before the sum is added to the total
 
 
 class Hashes(NamedTuple):
@@ -174,9 +174,9 @@ def hashes_of(spec: ProjectionSpec) -> Hashes:
 def tensor_sketch_slice_cpu(
     rows, start, stop, first, starts, shapes, positions, buckets, signs, out
 ):
-    """Write the tensor sketch of a slice, with the arguments of ``rademacher_slice_cpu``.
+    """Write the tensor sketch of a slice, like ``rademacher_slice_cpu``.
 
-    The fields of ``Hashes`` replace the key.
+    The fields of ``Hashes`` replace the argument ``key``.
     """
     n_samples = len(rows)
     proj_dim = out.shape[1]
@@ -230,8 +230,8 @@ def fill_pairs_cpu(left, right, bucket0, sign0, bucket1, sign1, out, is_complex)
 
     The factors have shapes (samples, tokens, n0) and (samples, tokens, n1). ``out`` has shape
     (tokens, samples, 2 k). All numbers are float32. The sketch of ``left`` comes first, then that
-    of ``right``. If ``is_complex``, their entries alternate, and the two factors of each token are
-    first scaled to equal norms. If one factor is 0, both are multiplied by 0.
+    of ``right``. If ``is_complex``, entries of the two sketches alternate, and the two factors of
+    each token are first scaled to equal norms. If one factor is 0, both are multiplied by 0.
     """
     step, second = (2, 1) if is_complex else (1, out.shape[2] // 2)
     scale0 = scale1 = np.float32(1)

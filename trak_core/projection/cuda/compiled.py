@@ -5,10 +5,10 @@ of this folder's source. The machine code is cached under ``XDG_CACHE_HOME``, so
 import neither numba.cuda nor a compiler.
 
 The driver reads the arguments of a launch from an array, with 8 bytes for each argument. A 4-byte
-number is in the lower half of its 8 bytes. In numba's calling convention, a one-dimensional array
-is passed as seven arguments: two unused addresses, the number of entries, their size, the address,
-the length and the stride. A tuple is passed as one argument for each element. Unlike a launch by
-numba, a launch here does not inspect the types of arguments, which takes time.
+number is in the lower half of these 8 bytes. In numba's calling convention, a one-dimensional array
+is passed as seven arguments: two unused addresses, the number of entries, the size of an entry, the
+address, the length and the stride. A tuple is passed as one argument for each element. Unlike a
+launch by numba, a launch here does not inspect the types of arguments, which takes time.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ from trak_core.errors import InputError
 from trak_core.projection.cuda.variants import Kernel
 from trak_core.runtime.files import atomic_write
 
-# Largest number of arguments of a kernel. An array counts as seven, a tuple as its length.
+# Largest number of arguments of a kernel. An array counts as seven, and a tuple as its length.
 _MOST_ARGUMENTS = 64
 _COMPILERS = (
     *("numba-cuda", "numba", "nvidia-nvvm", "nvidia-nvjitlink"),  # CUDA 13
@@ -85,7 +85,7 @@ def definition(kernel: Kernel) -> Any:
 
 
 def words_of(arguments: Iterable[Any]) -> list[int]:
-    """Return the arguments of a launch as the driver reads them: one integer for each 8 bytes."""
+    """Return the arguments of a launch as integers of 8 bytes, which the driver reads."""
     words: list[int] = []
     for argument in arguments:
         if isinstance(argument, Tensor):
@@ -99,7 +99,7 @@ def words_of(arguments: Iterable[Any]) -> list[int]:
 
 
 class _Slots(threading.local):
-    """Memory for the arguments of a launch and for their addresses. Each thread has its own."""
+    """Memory, separate for each thread, for the arguments of a launch and their addresses."""
 
     def __init__(self) -> None:
         self.words = (ctypes.c_int64 * _MOST_ARGUMENTS)()
@@ -108,7 +108,7 @@ class _Slots(threading.local):
         self.addresses = (ctypes.c_void_p * _MOST_ARGUMENTS)(*addresses)
 
     def fill(self, words: Sequence[int]) -> int:
-        """Write the arguments, and return the address of an array that has their addresses."""
+        """Store the arguments, and return the address of the array of their addresses."""
         struct.pack_into(f"{len(words)}q", self.words, 0, *words)
         return ctypes.addressof(self.addresses)
 
@@ -165,7 +165,7 @@ def kept_path(suffix: str, *key: Any) -> Path:
     """Return the path of a cached file for a key and for the current source of this folder."""
     base = os.environ.get("XDG_CACHE_HOME")
     if not base:
-        base = os.devnull  # Nothing is cached if the user has no home folder.
+        base = os.devnull  # If the user has no home folder, nothing is cached.
         with suppress(RuntimeError):
             base = Path.home() / ".cache"
     text = "\n".join(map(repr, key)).encode()
@@ -182,7 +182,7 @@ def kept(path: Path) -> bytes | None:
 
 
 def keep(path: Path, content: bytes) -> None:
-    """Write content after its SHA-256. If that fails, nothing is cached, and no error is raised."""
+    """Write the SHA-256 of the content, then the content. If that fails, no error is raised."""
     with suppress(OSError, InputError), atomic_write(path) as partial:
         partial.write_bytes(hashlib.sha256(content).digest() + content)
 

@@ -43,7 +43,7 @@ def unrolled(n: int) -> Callable[..., Any]:
 
     The body is a device function ``body(i, *arguments)``. Decorated, it takes ``*arguments``, and
     makes all n calls. Each i is a constant, so that arrays that are indexed by i can stay in
-    registers. A loop would not do, because some versions of the compiler do not unroll it.
+    registers. A loop is not used, because some versions of the compiler do not unroll it.
     """
 
     def decorate(body):
@@ -107,8 +107,8 @@ else:
 
     libdevice: Any = numba.cuda.libdevice
 
-# These functions prevent the compiler from fusing a * b + c into one operation. With its single
-# rounding, entries would differ from the definition.
+# These functions prevent the compiler from fusing a * b + c into one operation, which rounds only
+# once. Entries would then differ from the definition.
 _multiply, _add = libdevice.fmul_rn, libdevice.fadd_rn
 
 

@@ -18,15 +18,15 @@ from trak_core.projection.reference import projection_matrix
 from trak_core.settings import ProjectionKind, ProjectionSpec
 
 LEAST_CAPABILITY = (7, 0)
-INSTEAD = "Or project on the CPU."
+INSTEAD = "Alternatively, project on the CPU."
 
 
 @cache
 def require_numba_cuda() -> None:
     """Raise an error if the package numba-cuda is not installed.
 
-    It compiles kernels, and it depends on cuda.bindings, which launches them. Without it, numba
-    would use its own CUDA target, which is unmaintained and not tested here.
+    numba-cuda compiles kernels, and it depends on cuda.bindings, which launches them. Without
+    numba-cuda, numba would use its own CUDA target, which is unmaintained and not tested here.
     """
     if not is_simulated() and importlib.util.find_spec("numba_cuda") is None:
         raise InputError(
@@ -37,7 +37,7 @@ def require_numba_cuda() -> None:
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """Return a GPU's compute capability. The simulator has the lowest one that is supported."""
+    """Return a GPU's compute capability, for the simulator the lowest that is supported."""
     if is_simulated():
         return LEAST_CAPABILITY
     capability = torch.cuda.get_device_capability(device)
@@ -45,7 +45,7 @@ def capability_of(device: torch.device) -> tuple[int, int]:
         least, present = ("{}.{}".format(*c) for c in (LEAST_CAPABILITY, capability))
         raise InputError(
             f"To project on a GPU, its compute capability must be at least {least}. The GPU "
-            f"{name_of(device)} has {present}. {INSTEAD}",
+            f"{name_of(device)} has capability {present}. {INSTEAD}",
             code="projection.capability",
         )
     return capability
@@ -94,9 +94,9 @@ def choose(spec: ProjectionSpec, dtype: torch.dtype, device: torch.device) -> pr
     )
 
 
-# A kernel's test compares ROWS rows of the projection matrix. Their coordinates are STEP apart. It
-# compares whole rows or, if the kind is nested, only the first COLUMNS entries of each row, which
-# do not depend on the number of columns.
+# A kernel's test compares ROWS rows of the projection matrix, whose coordinates are STEP apart.
+# Whole rows are compared or, if ``is_nested``, only the first COLUMNS entries of each row, which do
+# not depend on the number of columns.
 ROWS, STEP, COLUMNS = 32, 11, 515
 _ENTRIES = 2**21  # the largest number of entries in a test
 
@@ -110,7 +110,7 @@ def require_right_matrix(
     device: torch.device,
     n_samples: int,
 ) -> None:
-    """At a kernel's first use on a device, check that it computes the defined projection matrix R.
+    """Before a kernel is first used on a device, check that it computes the defined matrix R.
 
     The projections of unit vectors are rows of R, which are compared with ``reference.py``. The
     tested rows have coordinates beyond 2^32, on both sides of the boundary between two slices and

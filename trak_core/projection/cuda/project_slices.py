@@ -50,7 +50,8 @@ class Method:
     variant: Callable[[int], Variant]  # returns the kernel for a number of rows
     dtype: torch.dtype
     n_planes: int  # 2 if float32 gradients are split into high and low parts in bfloat16, else 1
-    # A kernel can read a block in place if first coordinate and row stride are multiples of this.
+    # A kernel can read a block without a copy if the block's first coordinate and row stride are
+    # multiples of this number.
     alignment: int
 
 
@@ -88,7 +89,7 @@ def _add_partials(partials: torch.Tensor, n_slices: int, n_planes: int, out: tor
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive slices for one launch, read in block number ``block``, or in a copy if None."""
+    """Consecutive slices for one launch, read from block number ``block``, or from a copy."""
 
     first_slice: int
     last_slice: int
@@ -105,10 +106,10 @@ def runs(
 ) -> Iterator[Run]:
     """Yield runs that cover each slice of consecutive blocks once, in order.
 
-    ``bounds`` has the coordinates (start, stop) of each block. No block is empty. ``in_place`` says
-    whether the kernel can read the block without a copy. This is done for blocks with at least
-    ``least`` slices, for which it is faster. ``most_in_place`` and ``most_gathered`` limit the
-    number of slices in a run without and with a copy.
+    ``bounds`` contains the coordinates (start, stop) of each block. No block is empty. ``in_place``
+    states whether the kernel can read the block without a copy. This is done for blocks with at
+    least ``least`` slices, for which it is faster. ``most_in_place`` and ``most_gathered`` limit
+    the number of slices in a run without and with a copy.
     """
     first, end = bounds[0][0], bounds[-1][1]
     done, last = first // SLICE, -(-end // SLICE)

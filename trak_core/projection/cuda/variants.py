@@ -26,8 +26,8 @@ class Variant:
 
 
 THREADS = 128  # number of threads in a block of the portable kernel
-# Number of rows that a block of the portable kernel processes: the smallest that is at least the
-# number of all rows, else the last.
+# Possible numbers of rows that a block of the portable kernel processes. The first number that is
+# large enough for all rows is used, or the last number if there is none.
 SAMPLES = (8, 16)
 
 
@@ -49,7 +49,7 @@ class Tile:
 
     sample_tiles: int  # tiles of 8 rows
     column_tiles: int  # tiles of 16 columns for each warp, an even number
-    n_warps: int  # warps, which process different columns
+    n_warps: int  # warps, each of which processes other columns
     n_blocks: int  # number of thread blocks that should fit on a multiprocessor
 
     @property
@@ -76,7 +76,9 @@ def tensor_core_variant(spec: ProjectionSpec, bfloat16: bool, n_rows: int) -> Va
 
 HADAMARD_INNER = 8192  # the longest transform of a thread block, with 34 KiB of shared memory
 HADAMARD_THREADS = 128  # minimum number of threads in a block, which may process several rows
-HADAMARD_FLUSH = 256  # blocks of coordinates between two flushes, if proj_dim is less than this
+HADAMARD_FLUSH = (
+    256  # blocks of coordinates after which sums are added to totals, if proj_dim < 256
+)
 
 
 def held_bits(inner: int) -> int:
