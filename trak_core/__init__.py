@@ -1,4 +1,4 @@
-"""TRAK data attribution: which training samples made a model predict this?
+"""Data attribution with TRAK: which training samples made a model predict what it predicts?
 
     from trak_core import Attributor
 
@@ -17,7 +17,7 @@ from typing import Any
 
 __version__ = "0.3.0"
 
-# These classes are imported when they are first used, because their modules import torch.
+# The modules of public classes. They import torch, so each is imported when its class is used.
 _PUBLIC = {"Attributor": "attribution.attributor", "Scores": "attribution.scores"}
 
 

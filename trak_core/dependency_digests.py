@@ -16,9 +16,9 @@ from trak_core.errors import InputError
 
 _PACKAGE = Path(__file__).parent
 _CODE = {".py", ".j2", ".css"}
-# Folders whose code is not run by every job. For a stage, ``own_parts`` adds the code that it runs.
-_APART = {"command", "compat", "queries", "report", "stages", "workflow"}
-_OF_PAGES = {"draw_influences", "write_report"}
+# Folders of code that only some jobs run. ``stage_files`` adds what a stage uses from them.
+_NOT_SHARED = {"command", "compat", "queries", "report", "stages", "workflow"}
+_STAGES_WITH_PAGES = {"draw_influences", "write_report"}
 _Name = tuple[str, ...]
 
 
@@ -32,35 +32,35 @@ def _hashed(files: Iterable[tuple[str, Path]]) -> str:
 
 def _code_files(*parts: str) -> set[Path]:
     tops = [_PACKAGE / part for part in parts]
-    tops = tops or [path for path in _PACKAGE.iterdir() if path.name not in _APART]
+    tops = tops or [path for path in _PACKAGE.iterdir() if path.name not in _NOT_SHARED]
     return {file for top in tops for file in (top, *top.rglob("*")) if file.suffix in _CODE}
 
 
 @cache
 def code_digest(*parts: str) -> str:
-    """Return a hash, as 16 hexadecimal digits, of files and folders in ``trak_core``.
+    """Return a hash, as 16 hexadecimal digits, of the code in files and folders of ``trak_core``.
 
-    Without ``parts``, the code that every job may run is hashed.
+    Without ``parts``, all code that every job may run is hashed.
     """
     return _hashed((file.relative_to(_PACKAGE).as_posix(), file) for file in _code_files(*parts))
 
 
-def own_parts(module: str) -> list[str]:
+def stage_files(module: str) -> list[str]:
     """Return the files and folders of a stage's code that ``code_digest()`` does not include.
 
     ``module`` is the dotted name of the stage's module.
     """
     stage = module.rpartition(".")[2]
-    return ["stages/_shared.py", f"stages/{stage}.py", *["report"] * (stage in _OF_PAGES)]
+    return ["stages/_shared.py", f"stages/{stage}.py", *["report"] * (stage in _STAGES_WITH_PAGES)]
 
 
 def stage_digest(module: str) -> str:
-    """Return a hash of all code that a stage may run. ``module`` is the stage's dotted name."""
-    return content_digest(code_digest(), code_digest(*own_parts(module)))[:16]
+    """Return a hash of all code that a stage may run. ``module`` is its module's dotted name."""
+    return content_digest(code_digest(), code_digest(*stage_files(module)))[:16]
 
 
 def _imported(file: Path, name: _Name) -> Iterable[_Name]:
-    """Yield the dotted name, as a tuple, of everything that a module's code imports."""
+    """Yield the dotted name, split at the dots, of everything that the module ``name`` imports."""
     try:
         nodes = list(ast.walk(ast.parse(file.read_bytes(), filename=str(file))))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -79,7 +79,7 @@ def _imported(file: Path, name: _Name) -> Iterable[_Name]:
 
 
 def study_modules(study: Path, folders: Sequence[Path] = ()) -> dict[_Name, Path]:
-    """Return the paths of a study's Python file and of the local modules that it imports, by name.
+    """Return the files of a study and of all local modules that it imports, by the module's name.
 
     Imports inside functions are included. Modules are searched for in ``folders``, or by default in
     the study's folder.
@@ -126,9 +126,9 @@ def study_digest(
 
 
 def mentions(study: Path, *names: str) -> bool:
-    """Return whether a study, or a local module that it imports, may define one of these names.
+    """Return whether a study or a local module that it imports may define one of ``names``.
 
-    The names are searched for in the text of the code. A star import may define any name.
+    The text of the code is searched for the names. A star import may define any name.
     """
     words = re.compile(rf"\b({'|'.join(names)})\b|\bimport\s*\*".encode())
     return any(words.search(file.read_bytes()) for file in study_modules(study).values())

@@ -39,8 +39,7 @@ def listed(values: Iterable[object]) -> str:
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and its causes."""
+def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
@@ -48,8 +47,8 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def disk_full_reason(error: BaseException) -> str | None:
     """Return the operating system's message if a full disk caused an error, else None."""
-    for cause in _chain(error):
-        match = re.search(r"\berrno = (\d+)", str(cause))  # HDF5 writes it into messages.
+    for cause in _with_causes(error):
+        match = re.search(r"\berrno = (\d+)", str(cause))  # HDF5's messages contain the number.
         number = int(match[1]) if match else getattr(cause, "errno", None)
         if number in _NO_ROOM:
             return os.strerror(number)
@@ -68,4 +67,4 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def caused_by_out_of_memory(error: BaseException) -> bool:
     """Return whether an error, or one of its causes, means that memory could not be allocated."""
-    return any(map(is_out_of_memory, _chain(error)))
+    return any(map(is_out_of_memory, _with_causes(error)))

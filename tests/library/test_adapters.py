@@ -172,7 +172,10 @@ OTHER, LACKS = "in settings: ", r"missing from the checkpoint: \S*"
     [
         ({"lora_alpha": 16}, f"{OTHER}lora_alpha 8 for 16"),
         ({"alpha_pattern": {"q_proj": 1}}, OTHER + r"alpha_pattern \{\} for \{'q_proj': 1"),
-        ({"init_lora_weights": "pissa"}, f"{OTHER}init_lora_weights 'the base stays' for 'pissa'"),
+        (
+            {"init_lora_weights": "pissa"},
+            f"{OTHER}init_lora_weights 'the base is kept' for 'pissa'",
+        ),
         ({"r": 2}, r"of another shape: \S*q_proj\.A\.weight \(4, 16\) for \(2, 16\).* r 4 for 2"),
         (
             {"target_modules": ["q_proj"]},

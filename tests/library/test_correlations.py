@@ -8,7 +8,13 @@ from scipy import stats
 from scipy.stats import spearmanr
 
 from trak_core.evaluation.baselines import bm25_scores
-from trak_core.evaluation.intervals import CONFIDENCE, Chance, expanded, interval, mean_interval
+from trak_core.evaluation.intervals import (
+    CONFIDENCE,
+    Variances,
+    interval,
+    mean_interval,
+    rescaled_intervals,
+)
 from trak_core.evaluation.lds import bootstrap, noise_ceiling, rank_correlations
 from trak_core.study.retraining_draws import random_removal, random_subset, training_seed
 
@@ -116,7 +122,7 @@ def test_the_interval_contains_the_true_mean(seeds, targets, sizes):
 def test_variances_are_added_by_welchs_formula():
     random = np.random.default_rng(1)
     a, b = random.standard_normal(4), 3 * random.standard_normal(9)
-    parts = [Chance(np.array(x.var(ddof=1) / len(x)), np.array(len(x) - 1.0)) for x in (a, b)]
+    parts = [Variances(np.array(x.var(ddof=1) / len(x)), np.array(len(x) - 1.0)) for x in (a, b)]
     expected = stats.ttest_ind(a, b, equal_var=False).confidence_interval(CONFIDENCE)
     half = (expected.high - expected.low) / 2
     assert float((parts[0] + parts[1]).half_width()) == pytest.approx(half, rel=1e-9)
@@ -124,8 +130,8 @@ def test_variances_are_added_by_welchs_formula():
 
 def test_expanded_intervals_stay_asymmetric():
     draws = np.random.default_rng(2).exponential(size=(2, 4000))
-    chance = Chance(draws.var(axis=1, ddof=1), np.array([np.inf, 4.0]))
-    low, high = expanded(draws, np.ones(2), chance)
+    variances = Variances(draws.var(axis=1, ddof=1), np.array([np.inf, 4.0]))
+    low, high = rescaled_intervals(draws, np.ones(2), variances)
     ends = np.quantile(draws, [0.025, 0.975], axis=1)
     np.testing.assert_allclose([low[0], high[0]], ends[:, 0], rtol=1e-6)
     factor = stats.t.ppf(0.975, 4) / stats.norm.ppf(0.975)

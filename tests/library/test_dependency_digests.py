@@ -13,8 +13,8 @@ from trak_core.dependency_digests import (
     code_digest,
     content_digest,
     mentions,
-    own_parts,
     stage_digest,
+    stage_files,
     study_digest,
     study_modules,
 )
@@ -68,7 +68,7 @@ def test_all_that_a_stage_imports_counts(stage):
     modules = study_modules(PACKAGE / f"stages/{stage}.py", [PACKAGE.parent]).items()
     imported = {path for name, path in modules if name[0] == PACKAGE.name}
     counted = dependency_digests._code_files()
-    counted |= dependency_digests._code_files(*own_parts(f"trak_core.stages.{stage}"))
+    counted |= dependency_digests._code_files(*stage_files(f"trak_core.stages.{stage}"))
     empty = {path for path in imported if not path.read_text().partition('"""')[2].strip('"\n')}
     assert len(imported) > 10
     beside = {PACKAGE / "__init__.py", PACKAGE / "stages/__init__.py"}

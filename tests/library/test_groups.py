@@ -13,11 +13,11 @@ from trak_core.lists.groups import (
     SAMPLE_DRAWS,
     Grouping,
     GroupSums,
-    chance_of_samples,
     check_groups,
     group_interval,
     group_tables,
     run_weights,
+    sample_variances,
 )
 from trak_core.settings import Combine
 
@@ -90,8 +90,8 @@ def test_intervals_contain_the_true_mean(n_runs, n_samples, size_of_runs):
     values = values + size_of_runs * random.standard_normal((n_runs, 1, 300))
     sums = sums_of(values, np.zeros(n_samples, dtype=int))
     draws = sums.drawn_means()[0].T
-    chance = chance_of_samples(draws, n_samples)
-    low, high = group_interval(draws, sums.plain[0] / n_samples, chance, n_runs)
+    variances = sample_variances(draws, n_samples)
+    low, high = group_interval(draws, sums.plain[0] / n_samples, variances, n_runs)
     # A binomial number of 300 with p = .95 is in this range in 999 of 1,000 cases.
     assert 272 <= ((low <= 0.3) & (high >= 0.3)).sum() <= 296
 
@@ -123,7 +123,7 @@ def test_differences_are_paired():
 def test_the_interval_of_a_single_sample_has_no_width():
     sums = sums_of(np.full((1, 1, 1), 2.0), np.array([0]))
     draws = sums.drawn_means()[0].T
-    low, high = group_interval(draws, np.array([2.0]), chance_of_samples(draws, 1), n_runs=1)
+    low, high = group_interval(draws, np.array([2.0]), sample_variances(draws, 1), n_runs=1)
     assert (low[0], high[0]) == (2, 2)
 
 

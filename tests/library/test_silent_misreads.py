@@ -23,7 +23,7 @@ from trak_core.ready_made.conversations import messages_in
 from trak_core.ready_made.image_folder import image_folder
 from trak_core.ready_made.tabular import tabular
 from trak_core.settings import TRAIN
-from trak_core.study.as_read import lacking, lines_as_read
+from trak_core.study.as_read import lines_as_read, missing_tokens
 from trak_core.study.dataset_split import Split, with_label
 from trak_core.study.given_data import split_of_data
 from trak_core.study.sample_columns import short_columns
@@ -314,8 +314,8 @@ def test_first_and_last_tokens_that_training_samples_share(study):
         (SYSTEM[:2], {"begin with": whole, "end with": f"{END} "}),
         (["a", *SYSTEM, END], {"begin with": whole}),
     ):
-        assert lacking(study, train, split_of(asked)) == differs
-    ends = lacking(study, trained_texts(last=[".", END]), split_of([*SYSTEM, "b"]))
+        assert missing_tokens(study, train, split_of(asked)) == differs
+    ends = missing_tokens(study, trained_texts(last=[".", END]), split_of([*SYSTEM, "b"]))
     assert ends == {"end with": f". {END} "}
     line, notice = lines_as_read(study, split_of([*SYSTEM, "b"]), "The first asked sample", train)
     assert line == "The first asked sample, 0, as the model reads it: you are kind . ask : b"
@@ -329,8 +329,10 @@ def test_padding_is_no_part_of_a_format(study):
         sample |= {"input_ids": [9, *sample["input_ids"], 9], "attention_mask": masks[0]}
     asked = split_of([*SYSTEM, "b", "c", END, END])
     asked.samples[0]["attention_mask"] = masks[1]
-    assert lacking(study, padded, asked) == {}
-    assert [*lacking(study, padded, split_of(["b", END])).values()] == [" ".join([*SYSTEM, ""])]
+    assert missing_tokens(study, padded, asked) == {}
+    assert [*missing_tokens(study, padded, split_of(["b", END])).values()] == [
+        " ".join([*SYSTEM, ""])
+    ]
 
 
 def test_nothing_is_said_without_eight_different_samples_that_agree(study):
@@ -339,8 +341,11 @@ def test_nothing_is_said_without_eight_different_samples_that_agree(study):
         split_of(*[[*SYSTEM, "b", END]] * 30),
         split_of(*([word, word] for word in WORDS)),
     ):
-        assert lacking(study, train, split_of(["b"])) == {}
-    assert lacking(study, trained_texts(8), split_of(["b"])).keys() == {"begin with", "end with"}
+        assert missing_tokens(study, train, split_of(["b"])) == {}
+    assert missing_tokens(study, trained_texts(8), split_of(["b"])).keys() == {
+        "begin with",
+        "end with",
+    }
     own = Study(Path("own.py"), ModuleType("own"))
     assert lines_as_read(own, split_of(["b"]), "The first", trained_texts()) == []
-    assert lacking(own, Split([(1, 2)] * 20, [*range(20)]), Split([(1, 2)], [0])) == {}
+    assert missing_tokens(own, Split([(1, 2)] * 20, [*range(20)]), Split([(1, 2)], [0])) == {}

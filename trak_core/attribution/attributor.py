@@ -52,7 +52,8 @@ from trak_core.settings import TRAIN, Combine, NormalSpec, Weighting
 from trak_core.study.given_data import split_of_data, subset_digest
 from trak_core.study.study import Study
 
-# This text replaces the digest of the data in temporary folders, which no later call can reuse.
+# The digest of the data in a temporary folder. No later call can reuse the folder, so the data are
+# not hashed.
 _IN_MEMORY = "in memory"
 
 Weights = str | Path | Mapping[str, Any]
@@ -96,7 +97,7 @@ class Attributor(FittedAttributor):
         proj_dim: The number of dimensions k. Accuracy grows with k, and memory with n k + k^2.
         seed: The seed of the projection matrix.
         damping: The ratio of ridge_c to the mean of w_i |phi_i|^2 over training samples i, where
-            w_i is a diagonal entry of W_c and phi_i a row of Phi_c. None for 2.
+            w_i is a diagonal entry of W_c and phi_i a row of Phi_c. None stands for 2.
         weighting: ``"plain"`` sets the weights W_c to 1, and ``"curvature"`` to a power of the
             curvature d2l/df2. For ``weighting``, ``combine`` and ``loss_weight_power``, None stands
             for a default that depends on the output and the checkpoints.
@@ -196,7 +197,7 @@ class Attributor(FittedAttributor):
         check_label_draws(config)
         state_dicts = {id_: c.state_dict for id_, c in table.items() if c.state_dict}
         spec = scores_spec(config, features_spec(config, "", state_dicts), runs_of(table))
-        torch_device = _device_named(device, projects=projection is None)
+        torch_device = _checked_device(device, projects=projection is None)
         compute = Compute(torch_device, batch_size, memory_mb, threads or torch.get_num_threads())
         super().__init__()
         self._setup = Setup(spec, compute)
@@ -341,7 +342,6 @@ class Attributor(FittedAttributor):
         return loaded.checkpoint_digests["sha256"]
 
     def _notice_bad_fit(self) -> None:
-        """Print a notice if the models predict their training samples badly."""
         with ExitStack() as stack:
             files = [stack.enter_context(self._open_features(name)) for name in self.settings.ends]
             columns = pd.DataFrame(training_table(files))
@@ -353,7 +353,7 @@ class Attributor(FittedAttributor):
             )
 
     def _is_current(self, name: str, loaded: LoadedModel) -> bool:
-        """Return whether stored features are of this checkpoint. Other settings raise an error."""
+        """Return whether stored features belong to these weights. Other settings are an error."""
         with self._open_features(name) as file:
             differ, columns = self._differing_keys(name, loaded, file), stored_columns(file)
         if differ == ["checkpoint"]:
@@ -375,12 +375,11 @@ def _is_normal_matrix_of(path: Path, train: Artifact, spec: NormalSpec) -> bool:
 
 
 def _without_none(**settings: Any) -> dict[str, Any]:
-    """Return the settings that are not None, by name."""
     return {key: value for key, value in settings.items() if value is not None}
 
 
 def _read_checkpoints(given: Any) -> tuple[dict[str, Checkpoint], dict[str, Any]]:
-    """Return the checkpoints, sorted by id, and a dict from ids to paths, state dicts or None."""
+    """Return the checkpoints by id, and the weights by id: a path, a state dict or None."""
     if given is None:
         return {"model": Checkpoint("model", path="")}, {"model": None}
     if isinstance(given, str | Path) or _is_state_dict(given):
@@ -396,7 +395,7 @@ def _read_checkpoints(given: Any) -> tuple[dict[str, Checkpoint], dict[str, Any]
         entry = dict(weights) if is_entry else {"path": weights}
         if isinstance(entry.get("path"), Mapping):
             in_memory[str(name)] = entry["path"]
-            entry["path"] = ""  # so that no training step is read from the name of a folder
+            entry["path"] = ""  # A state dict has no path that could contain a training step.
         entries[str(name)] = {k: str(v) if k == "path" else v for k, v in entry.items()}
     table = checkpoint_table(entries, None)
     paths = {name: Path(c.path) for name, c in table.items() if c.path}
@@ -452,8 +451,8 @@ def _check_scoring(scoring: Mapping[str, Any]) -> None:
             )
 
 
-def _device_named(given: str | torch.device, *, projects: bool) -> torch.device:
-    """Return the torch device ``given``, after checking it with ``takes_cuda``."""
+def _checked_device(given: str | torch.device, *, projects: bool) -> torch.device:
+    """Return the device for an argument ``device``, or raise an error if it cannot be used."""
     if given == "auto":
         given = "cuda" if takes_cuda("auto") else "cpu"
     device = torch.device(given)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Subset
 
 from trak_core.errors import InputError
 from trak_core.gradients import Batch, MemoryBudget, as_batch, joined, shapes_of
@@ -28,6 +27,7 @@ class OrderedSamples:
 
     Attributes:
         split: The samples in the order of processing.
+        output: The model output, which determines the shape of labels.
         rows: The index of each sample in the study's order, shape (n,).
         lengths: The number of tokens of each text. None if no padding is needed.
         shapes: The shapes of all texts, which determine the padding. None if there is no padding.
@@ -72,7 +72,7 @@ class OrderedSamples:
         return replace(text, kwargs=kwargs, lengths=lengths, token_inputs=token_inputs)
 
     def few(self, n: int) -> list[int]:
-        """Return positions of up to ``n`` samples, first of the longest and the shortest text."""
+        """Return up to ``n`` positions of samples: the longest text, the shortest, and others."""
         if self.lengths is None:
             return list(range(min(n, len(self))))
         by_length = np.argsort(self.lengths, kind="stable")[::-1]
@@ -80,7 +80,7 @@ class OrderedSamples:
         return list(dict.fromkeys(by_length[[0, -1, *spread]].tolist()))[:n]
 
     def naming_longest(self) -> AbstractContextManager[None]:
-        """Return a context that names the longest text in errors that long texts may cause."""
+        """Return a context that adds the longest text to the messages of errors it may cause."""
         if self.lengths is None:
             return nullcontext()
         longest = int(np.argmax(self.lengths))
@@ -89,7 +89,7 @@ class OrderedSamples:
     def batches_of(self, most: int, room: MemoryBudget | None = None) -> Callable[[int], int]:
         """Return a function that maps the position of a batch's first sample to the batch size.
 
-        A batch has at most ``most`` samples, fits into ``room`` and lies in one window.
+        A batch has at most ``most`` samples, fits into the memory ``room`` and lies in one window.
         """
 
         def at_once(start: int) -> int:
@@ -103,9 +103,9 @@ class OrderedSamples:
     def in_order(
         self, blocks: Iterable[tuple[int, int, Sequence[Tensor]]]
     ) -> Iterator[tuple[int, int, Sequence[Tensor]]]:
-        """Yield start, stop and results of each window in the study's order.
+        """Yield the start, stop and results of each window, with results in the study's order.
 
-        ``blocks`` are the start, stop and results of batches in the order of processing.
+        ``blocks`` contains the start, stop and results of each batch, in the order of processing.
         """
         if self.lengths is None:
             yield from blocks
@@ -122,7 +122,7 @@ class OrderedSamples:
 
 @contextmanager
 def naming_text(sample_id: object, length: int) -> Generator[None, None, None]:
-    """Add a text's id and length to errors that the text may have caused in the context."""
+    """Add the id and length of a text to the messages of errors in the context."""
     try:
         yield
     except InputError as error:
@@ -167,15 +167,8 @@ def order_samples(
         rows = np.lexsort([-tokens, np.arange(n) // own_window])
         text = as_batch(split.batch(0, 1), output)
         makes_mask = takes_mask and not text.args and _MASK not in text.kwargs
-        # Encoder inputs that all have the same length need no mask.
+        # If only labels differ in length, for an encoder and a decoder, no mask is needed.
         makes_mask &= bool(shapes.encoder_lengths or shapes.token_inputs) or not output.takes_labels
-        given = subset(split, rows.tolist()), output, rows, tokens[rows].tolist()
+        given = split.select(rows.tolist()), output, rows, tokens[rows].tolist()
         ordered.append(OrderedSamples(*given, shapes, makes_mask, own_window))
     return ordered
-
-
-def subset(split: Split, rows: Sequence[int]) -> Split:
-    """Return the samples with the indices ``rows``, in the order of ``rows``."""
-    samples = Subset(split.samples, rows)  # pyright: ignore[reportArgumentType]
-    ids = [split.ids[i] for i in rows]
-    return Split(samples, ids)  # pyright: ignore[reportArgumentType]

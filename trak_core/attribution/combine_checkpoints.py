@@ -1,7 +1,7 @@
-"""Combine checkpoints in tables: one of samples, and one of the largest scores of each target."""
+"""Combine the results of checkpoints into a table of samples and a table of large scores."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -19,21 +19,13 @@ from trak_core.attribution.score_formulas import (
 from trak_core.config.memory_needs import CHUNK_ROWS
 from trak_core.model_outputs.about_outputs import About
 
-# A block with this many scores stays in the processor's cache from one step to the next.
-_FAST_SCORES = 2**21
+# A block with this many scores stays in the processor's cache while it is processed.
+_CACHED_SCORES = 2**21
 
 
 def fast_rows(n_targets: int) -> int:
     """Return how many rows of scores fit into the cache, as a multiple of ``CHUNK_ROWS``."""
-    return max(1, _FAST_SCORES // n_targets // CHUNK_ROWS) * CHUNK_ROWS
-
-
-def _mean(values: np.ndarray, _: int) -> np.ndarray:
-    return values.mean(axis=0, dtype=np.float64).astype(np.float32)
-
-
-def _sd(values: np.ndarray, _: int) -> np.ndarray:
-    return values.std(axis=0, dtype=np.float64).astype(np.float32)
+    return max(1, _CACHED_SCORES // n_targets // CHUNK_ROWS) * CHUNK_ROWS
 
 
 def sample_table(parts: Sequence[Part], side: str, block: int) -> dict[str, np.ndarray]:
@@ -47,34 +39,32 @@ def sample_table(parts: Sequence[Part], side: str, block: int) -> dict[str, np.n
     """
     ids, labels = (parts[0].vector(f"{side}_{key}") for key in ("ids", "labels"))
 
-    def summarized(
-        key: str, summary: Callable[[np.ndarray, int], np.ndarray] = _mean
-    ) -> np.ndarray:
-        """Return ``summary`` of the values of all checkpoints, computed in blocks of rows."""
-        return np.concatenate([
-            summary(np.stack([part.vector(key, i, i + block) for part in parts]), i)
-            for i in range(0, len(ids), block)
+    def blocks(key: str) -> Iterator[tuple[slice, np.ndarray]]:
+        """Yield the rows of each block, and the values of all checkpoints in these rows."""
+        for i in range(0, len(ids), block):
+            yield slice(i, i + block), np.stack([p.vector(key, i, i + block) for p in parts])
+
+    def averaged(key: str, average: Callable[..., np.ndarray] = np.mean) -> np.ndarray:
+        values = [average(values, axis=0, dtype=np.float64) for _, values in blocks(key)]
+        return np.concatenate(values).astype(np.float32)
+
+    outputs, predicted = averaged(f"{side}_outputs"), f"{side}_predictions"
+    if parts[0].vector(predicted, 0, 1).dtype.kind == "f":
+        predictions = averaged(predicted)
+    else:
+        predictions = np.concatenate([
+            most_frequent(classes, labels[rows], outputs[None, rows])
+            for rows, classes in blocks(predicted)
         ])
-
-    def frequent(classes: np.ndarray, i: int) -> np.ndarray:
-        return most_frequent(classes, labels[i : i + block], outputs[None, i : i + block])
-
-    outputs, predicted = summarized(f"{side}_outputs"), f"{side}_predictions"
-    is_class = parts[0].vector(predicted, 0, 1).dtype.kind != "f"
-    table = {
-        "id": ids,
-        "label": labels,
-        "prediction": summarized(predicted, frequent if is_class else _mean),
-        "output": outputs,
-        "output_sd": summarized(f"{side}_outputs", _sd),
-    }
-    return table | ({"loss_weight": summarized("loss_weights")} if side == "train" else {})
+    table = {"id": ids, "label": labels, "prediction": predictions, "output": outputs}
+    table["output_sd"] = averaged(f"{side}_outputs", np.std)
+    return table | ({"loss_weight": averaged("loss_weights")} if side == "train" else {})
 
 
 def add_improving_signs(targets: dict[str, np.ndarray], about: About) -> None:
     """Add the column ``improves``: the sign of the scores that reduce each target's loss.
 
-    The column is omitted if the sign is unknown, because ``about.better`` is empty.
+    If ``about.better`` is empty, the sign is unknown, and no column is added.
     """
     if about.better:
         compared = targets["label"], targets["prediction"]
@@ -102,7 +92,7 @@ class KeptScores:
         labels: np.ndarray | None,
         top: int,
     ) -> Self:
-        """Return the summary of blocks of scores, with ``top`` scores of each sign for each target.
+        """Return a summary with the ``top`` scores of each sign for each target.
 
         A block consists of the number of its first row, and of scores (rows, m). ``improves`` are
         the signs of the scores that reduce each target's loss, shape (m,), or None if they are
@@ -129,7 +119,7 @@ def influence_table(
 ) -> dict[str, np.ndarray]:
     """Return a table of each target's largest positive and lowest negative scores."""
     helpful, harmful = kept.helpful, kept.harmful
-    # The axes are target, sign and rank, because the table is sorted in this order.
+    # The axes are target, sign and rank, so that np.nonzero sorts the table in this order.
     rows = np.stack([helpful.rows.T, harmful.rows.T], axis=1)
     sizes = np.stack([helpful.scores.T, harmful.scores.T], axis=1)
     is_kept = sizes > 0

@@ -20,10 +20,10 @@ from trak_core.model_outputs.model_output import IGNORED, ModelOutput
 from trak_core.model_outputs.supervised import margin
 
 # Entrywise functions that models apply to logits, such as scaling and soft capping.
-_OF_ENTRIES = {"mul", "__mul__", "__rmul__", "div", "__div__", "__truediv__", "true_divide"}
-_OF_ENTRIES |= {"tanh", "float", "to", "contiguous"}
+_ENTRYWISE = {"mul", "__mul__", "__rmul__", "div", "__div__", "__truediv__", "true_divide"}
+_ENTRYWISE |= {"tanh", "float", "to", "contiguous"}
 # Functions that read only the shape and dtype of a tensor.
-_ABOUT = {"__get__", "dim", "size", "numel", "is_floating_point", "is_complex", "__len__"}
+_READ_SHAPE = {"__get__", "dim", "size", "numel", "is_floating_point", "is_complex", "__len__"}
 
 
 class _LogitsNeededError(Exception):
@@ -65,11 +65,11 @@ class DeferredLogits(Tensor):
         kwargs = kwargs or {}
         logits = args[0] if args else None
         if isinstance(logits, DeferredLogits):
-            if func.__name__ in _ABOUT:
+            if func.__name__ in _READ_SHAPE:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
             others = (*args[1:], *kwargs.values())
-            if func.__name__ in _OF_ENTRIES and not any(isinstance(o, Tensor) for o in others):
+            if func.__name__ in _ENTRYWISE and not any(isinstance(o, Tensor) for o in others):
                 functions = *logits.head.functions, lambda x: func(x, *args[1:], **kwargs)
                 head = replace(logits.head, functions=functions)
                 return DeferredLogits.of(logits.hidden, head)
@@ -80,7 +80,7 @@ class DeferredLogits(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Operations that bypass ``__torch_function__`` call this method, such as ``logits.data``.
+        # Operations such as ``logits.data`` call this method instead of ``__torch_function__``.
         raise _LogitsNeededError
 
     def _are_rows(self, index: Any) -> bool:
@@ -151,7 +151,7 @@ class MarginsOfTokens(nn.Module):
         return torch.stack([margins, is_right.to(margins.dtype)], dim=-1)
 
     def _logits(self, args: Any, kwargs: Any, labels: Tensor) -> Tensor:
-        """Return a placeholder, or logits from a second call if the model needs their values."""
+        """Return a placeholder or, if the model needs the values, logits from a second call."""
         if self._can_defer:
             try:
                 with _Defers(self._n_rows):
@@ -175,7 +175,7 @@ class MarginsOfTokens(nn.Module):
 
 
 def vocabulary_size(model: nn.Module) -> int:
-    """Return the largest number of rows of any embedding or, without embeddings, of any matrix."""
+    """Return the vocabulary size: the most rows of an embedding or, without one, of a matrix."""
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     matrices = tables or [p for p in model.parameters() if p.ndim == 2]
     return max(map(len, matrices), default=0)

@@ -1,4 +1,4 @@
-"""Find the device that a config names, reserve a GPU, and set the precision of products."""
+"""Find the device that a config names, reserve a GPU, and set the precision of float32."""
 
 import os
 import tempfile
@@ -18,10 +18,10 @@ from trak_core.runtime.progress import print_line
 _LOOK_SECONDS = 1.0
 
 # torch's settings for the precision of float32 products, and the values that a config can choose.
-_of: Any = torch.backends
+_backends: Any = torch.backends
 _PRODUCTS: Sequence[Any] = (
-    *(_of.cuda.matmul, _of.cudnn.conv, _of.cudnn.rnn),
-    *(_of.mkldnn.matmul, _of.mkldnn.conv, _of.mkldnn.rnn),
+    *(_backends.cuda.matmul, _backends.cudnn.conv, _backends.cudnn.rnn),
+    *(_backends.mkldnn.matmul, _backends.mkldnn.conv, _backends.mkldnn.rnn),
 )
 PRECISIONS = {"highest": "ieee", "high": "tf32"}
 
@@ -57,7 +57,7 @@ def takes_cuda(name: str, *, projects: bool = False) -> bool:
         )
     is_cuda = name == "cuda" or (name == "auto" and is_available)
     if is_cuda and projects:
-        from trak_core.projection.cuda.project import require_numba_cuda  # only CUDA needs it
+        from trak_core.projection.cuda.project import require_numba_cuda  # CUDA only
 
         require_numba_cuda()
     return is_cuda
@@ -80,9 +80,9 @@ def find_device(name: str, *, projects: bool = False) -> torch.device:
 def float32_precision(precision: str) -> Generator[None, None, None]:
     """Set the precision of float32 products in the context, and restore torch's settings on exit.
 
-    With ``highest``, matrix products and convolutions multiply float32 numbers. (On CUDA, torch's
-    default for convolutions is TF32.) With ``high``, they multiply TF32 numbers on devices that
-    support TF32.
+    With ``highest``, matrix products and convolutions multiply float32 numbers, although torch's
+    default for convolutions on CUDA is TF32. With ``high``, they multiply TF32 numbers on devices
+    that support TF32.
     """
     before = [product.fp32_precision for product in _PRODUCTS]
     set_float32_precision(precision)
@@ -93,12 +93,12 @@ def float32_precision(precision: str) -> Generator[None, None, None]:
 
 
 def set_float32_precision(precision: str) -> None:
-    """Set the precision as in ``float32_precision``, until it is set again."""
+    """Set the precision of float32 products (see ``float32_precision``) until it is set again."""
     _round_factors([PRECISIONS[precision]] * len(_PRODUCTS))
 
 
 def _round_factors(dtypes: Sequence[str]) -> None:
-    # torch has older settings for the same purpose, and raises an error if old and new disagree.
+    # torch's older settings are set, too, because torch raises an error if old and new ones differ.
     older = "medium" if dtypes[3] == "bf16" else "high"
     torch.set_float32_matmul_precision(older if dtypes[0] == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = dtypes[1] == "tf32"
@@ -107,7 +107,7 @@ def _round_factors(dtypes: Sequence[str]) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a device that is stored in the provenance of files."""
+    """Return a device's name, which files store to show where they were computed."""
     return f"cuda {torch.cuda.get_device_name(device)}" if device.type == "cuda" else "cpu"
 
 

@@ -115,7 +115,7 @@ class Scorer:
     def _exact(
         self, targets: Split, gradients: DampedGradients, compute: Compute
     ) -> tuple[np.ndarray, list[Tensor]]:
-        """Return the matrix A of exact scores, shape (n, m), float32, and the targets' columns."""
+        """Return the exact matrix A (float32), and the targets' labels, outputs and predictions."""
         exact_need(len(gradients.damped.gramian), len(targets.ids)).check(compute.memory_mb)
         if not self.loaded.reproduces(self.train, self.columns):
             raise InputError(
@@ -129,7 +129,7 @@ class Scorer:
         return gradients.similarities(cross).astype(np.float32), columns
 
     def _target_features(self, targets: Split, compute: Compute) -> tuple[np.ndarray, list[Tensor]]:
-        """Return the targets' features, shape (m, k), float64, and the targets' columns.
+        """Return the targets' features (m, k), float64, and their labels, outputs and predictions.
 
         Features are rounded to the dtype in which the training samples' features are stored.
         """
@@ -155,7 +155,7 @@ class Scorer:
             )
         target_phi, _ = self._target_features(targets, compute)
         phi = np.concatenate([self.features[row : row + 1] for row in train]).astype(np.float64)
-        splits = self.train.take([self.train.ids[row] for row in train]), targets
+        splits = self.train.select(train), targets
         given = self.loaded, self.spec, self.damped, splits, (phi, target_phi), pairs, compute
         return cut_pairs(*given)
 
@@ -233,7 +233,7 @@ class FittedAttributor(ABC):
         n_steps = len(targets.ids) if self._is_projected else len(self._train.ids)
 
         def parts_of_checkpoints() -> list[MemoryPart]:
-            # No variable refers to a scorer, so that it is freed before the next one is read.
+            # Scorers are not assigned to a variable, so each is freed before the next is read.
             return [
                 self._scorer(name).score(targets, self._compute_beside_held(name))
                 for name in self.checkpoints
@@ -300,12 +300,12 @@ class FittedAttributor(ABC):
             return self._retry_with_memory(lambda: self._split_by_tokens(pairs, targets))
 
     def _at_work(self) -> AbstractContextManager[Any]:
-        """Return a context in which samples and checkpoints can be read."""
+        """Return a context in which samples and checkpoints can be read. Subclasses override it."""
         return nullcontext()
 
     @contextmanager
     def _reading(self) -> Generator[None, None, None]:
-        """Enter the context of ``_at_work``. At the end, close the files that scorers read."""
+        """Enter the context of ``_at_work``. On exit, close the files that scorers read."""
         with self._at_work(), self._files:
             yield
 
@@ -315,10 +315,10 @@ class FittedAttributor(ABC):
 
     @abstractmethod
     def _refuse(self, path: Path, keys: Sequence[str]) -> NoReturn:
-        """Raise an error that names the settings ``keys`` in which a file is not as expected."""
+        """Raise an error that names ``keys``, the settings in which a stored file differs."""
         raise NotImplementedError
 
-    # The folder has the layout of a run's results, so that finished runs can be opened too.
+    # These paths are those in the results of a run, so that finished runs can be opened, too.
 
     def _features(self, name: str) -> Path:
         kind = "features" if self._is_projected else "gramian"
@@ -356,11 +356,11 @@ class FittedAttributor(ABC):
         return recorded_methods(self._setup.folder, self.settings.features)
 
     def _differing_keys(self, name: str, loaded: LoadedModel, file: Artifact) -> list[str]:
-        """Return the settings in which a file differs from the current ones of a checkpoint."""
+        """Return the settings of a checkpoint that have other values in its file ``file``."""
         own = self.settings.under(name).of_train()
         projection = projection_for(loaded, own).scaled() if self._is_projected else {"kind": EXACT}
-        # Specs omit these keys if they have default values. None stands for an omitted key, so a
-        # file that contains the key differs.
+        # Keys in LEFT_OUT are not stored if they have default values, for which None stands here.
+        # Without these entries, a file that stores another value would not be noticed.
         expected = dict.fromkeys(FeaturesSpec.LEFT_OUT) | loaded.file_spec(own, projection)
         return [key for key in expected if expected[key] != file.spec.get(key)]
 
@@ -377,12 +377,12 @@ class FittedAttributor(ABC):
                 return compute()
 
     def _compute_beside_held(self, name: str) -> Compute:
-        """Return the limits for computing gradients. If scorers are kept, halve ``memory_mb``."""
+        """Return the limits for computing gradients. Kept scorers take half of ``memory_mb``."""
         memory_mb = self._compute.memory_mb // (1 + (self._holds and name in self._held))
         return replace(self._compute, memory_mb=memory_mb)
 
     def _scorer(self, name: str) -> Scorer:
-        """Return a checkpoint's scorer. If features are read from a file, ``_files`` closes it."""
+        """Return a checkpoint's scorer. If it reads features from a file, ``_files`` closes it."""
         scorer = self._held.get(name) or self._read_scorer(name)
         if isinstance(scorer.features, Rows):
             self._files.callback(scorer.features.artifact.close)
@@ -395,8 +395,8 @@ class FittedAttributor(ABC):
         If there is only one checkpoint and its scorer does not fit, the scorer is kept without
         features. Features are then read from the file.
         """
-        # A bound method would refer to the attributor, which holds the scorer. Python frees the
-        # memory of such a cycle only later.
+        # A bound method would refer to the attributor, which refers to the scorer. Python frees a
+        # cycle only later, so a weak reference is used.
         owner = weakref.proxy(self)
         loaded = replace(
             self._load(name), method_of=lambda *given, **more: owner._method_for(*given, **more)
@@ -441,7 +441,7 @@ class FittedAttributor(ABC):
     def _split_by_tokens(
         self, pairs: pd.DataFrame, targets: Split
     ) -> tuple[pd.DataFrame, pd.DataFrame]:
-        """Return the tables of ``tokens``. ``targets`` are in the order of their first pairs."""
+        """Return the two tables that ``tokens`` returns, for ``pairs`` and their ``targets``."""
         train_of, train_ids = pd.factorize(pairs["train_id"])
         target_of, _ = pd.factorize(pairs["target_id"])
         positions = np.column_stack([train_of, target_of])

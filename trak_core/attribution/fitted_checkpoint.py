@@ -35,13 +35,13 @@ from trak_core.errors import InputError
 from trak_core.runtime.progress import blocks_with_progress
 from trak_core.settings import Combine, NormalSpec, ScoresSpec
 
-# A function of ``start`` and ``stop`` that returns these rows of a matrix.
+# A function (start, stop) that returns rows ``start`` to ``stop - 1`` of a matrix.
 ReadRows = Callable[[int, int], np.ndarray]
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPart:
-    """The data of one checkpoint from which scores are combined, in memory instead of a file.
+    """One checkpoint's part of the scores, in memory. In a run, an ``Artifact`` contains the part.
 
     ``rows`` returns rows of A = Phi (N + ridge I)^-1 T^T (see ``Scorer.score``). ``vectors`` are
     the ``loss_weights`` of training samples, shape (n,), and the ``ids``, ``labels``, ``outputs``
@@ -67,7 +67,7 @@ Part = Artifact | MemoryPart
 def read_rows(
     values: Rows | np.ndarray, *, normalize: bool = False, first: int | None = None
 ) -> ReadRows:
-    """Return a function that reads rows of a matrix, divided by their norms with ``normalize``.
+    """Return a function that reads rows of a matrix. With ``normalize``, rows get the norm 1.
 
     If ``first`` is given, only the first ``first`` columns are read.
     """
@@ -98,7 +98,10 @@ def similarity_rows(phi: ReadRows, solved: Rows | np.ndarray) -> ReadRows:
 
 
 def score_rows(parts: Sequence[Part], similarity: Sequence[ReadRows], spec: ScoresSpec) -> ReadRows:
-    """Return a function that computes rows of scores from each checkpoint's ``similarity``."""
+    """Return a function that computes rows of scores from each checkpoint's rows of A.
+
+    ``similarity`` contains, for each checkpoint, a function that returns rows of A.
+    """
     assert spec.loss_weight_power is not None
     combine, power = Combine(spec.combine), spec.loss_weight_power
     norms = [part.scalar("train_norm") if spec.norm_power is not None else 1.0 for part in parts]
@@ -111,9 +114,9 @@ def score_rows(parts: Sequence[Part], similarity: Sequence[ReadRows], spec: Scor
 
 
 def normal_weights(train: Artifact, curvature_power: float | None) -> np.ndarray:
-    """Return the samples' weights in the normal matrix, shape (n,), float64.
+    """Return the weights of training samples in the normal matrix, shape (n,), float64.
 
-    A weight is the curvature of the loss to the power ``curvature_power``, or 1 if that is None.
+    Weights are the curvature of the loss to the power ``curvature_power``, or 1 without a power.
     """
     if curvature_power is None:
         return np.ones(len(train.vector("sample_ids")))
@@ -132,12 +135,11 @@ def write_normal_matrix(
 ) -> None:
     """Write the normal matrix N = Phi^T W Phi of features Phi (n, k), with diagonal weights W.
 
-    The smallest and largest eigenvalue of N and the mean of w_i |phi_i|^2 over samples i are
-    written too. With ``label_draws``, N is copied from the file of features (see
-    ``SampledNormal``). If ``spec.norm_power`` is set, the eigenvalues and the products of
-    ``Spectrum.norm_products`` are written too. They determine the norm by which scores are divided,
-    for any damping, without another pass over the features. If 2n <= k, only the n largest
-    eigenvalues are written, because the others are 0.
+    With ``label_draws``, N is copied from the file of features (see ``SampledNormal``). The file
+    also contains the smallest and largest eigenvalue of N, and the mean of w_i |phi_i|^2 over
+    samples i. If ``spec.norm_power`` is set, it contains all eigenvalues and the products of
+    ``Spectrum.norm_products``, which determine the norm by which scores are divided, for any
+    damping. If 2n <= k, only the n largest eigenvalues are written, because the others are 0.
     """
     check_made_for(train, spec.features)
     values = train.matrix("features")
@@ -151,7 +153,7 @@ def write_normal_matrix(
     block = normal_matrix_need(proj_dim, divides=spec.norm_power is not None).rows(memory_mb)
 
     draws = spec.features.label_draws
-    is_compact = 2 * n_rows <= proj_dim and not draws  # Otherwise it would need more memory.
+    is_compact = 2 * n_rows <= proj_dim and not draws  # For larger n, this would need more memory.
     summed = weights[:1] if is_compact else weights
 
     def blocks() -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
@@ -199,7 +201,7 @@ def write_normal_matrix(
 def normal_matrix_specs(
     file: Artifact, train: Artifact, spec: NormalSpec
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings that ``file``, a normal matrix, should have, and those that it has."""
+    """Return the settings that a file with a normal matrix must have, and those that it has."""
     expected = {f.name: getattr(spec, f.name) for f in fields(NormalSpec)}
     expected |= {"features": train.content_hash}
     return expected, {key: file.spec.get(key) for key in expected}
@@ -211,8 +213,8 @@ def read_normal_matrix(
     """Return the factorized N + ridge I of a checkpoint, and the norm by which to divide scores.
 
     N is the normal matrix in ``file``, and must have been computed from the features in ``train``.
-    The ridge is the damping times the weighted mean squared norm of the features. The norm is None
-    if scores are not divided by it.
+    The ridge is the damping times the weighted mean squared norm of the features. If scores are not
+    divided by a norm, the norm is None.
     """
     check_same("features", *normal_matrix_specs(file, train, spec), file)
     ridge, norm = spec.damping * file.scalar("mean_squared_norm"), None
@@ -224,12 +226,12 @@ def read_normal_matrix(
 
 
 def stored_products(file: Artifact) -> np.ndarray:
-    """Return inner products of gradients from a file, including gradients for drawn labels."""
+    """Return the inner products in a file, including those of gradients for drawn labels."""
     gramian = file.matrix("gramian")[:]
     if not file.has("drawn"):
         return gramian
     drawn, m = file.matrix("drawn")[:], gramian.shape[1]
-    if drawn.shape[1] > m:  # A training file also stores products of drawn rows with each other.
+    if drawn.shape[1] > m:  # Products of drawn rows with each other are stored, too.
         gramian = np.hstack([gramian, drawn[:, :m].T])
     return np.vstack([gramian, drawn])
 
@@ -262,7 +264,7 @@ class DampedGradients:
         factors = inverse_lengths(gramian) if spec.normalize else np.ones((len(gramian), 1))
         gramian *= factors
         gramian *= factors.T
-        # ``factorize`` takes a mean over n (1 + draws) rows, but damping refers to n samples.
+        # ``factorize`` averages over n (1 + draws) rows, but damping refers to the mean over n.
         damped = DampedGramian.factorize(gramian, weights, spec.damping * (1 + draws))
         norm = None
         if spec.norm_power is not None:

@@ -19,14 +19,14 @@ from trak_core.settings import FeaturesSpec
 
 RECORD = "gradient_method.json"
 
-# Maps the conditions of a choice to the name of the chosen method and a notice to print, or None.
+# Maps conditions (see ``method_for``) to the name of the chosen method, and a notice or None.
 Methods = dict[str, tuple[str, str | None]]
 
 
 def method_for(
     loaded: LoadedModel, few: Batch, methods: Methods, *, reads_terms: bool = False
 ) -> GradientMethod:
-    """Return the gradient method for a model. Print a notice if the choice is an unusual one.
+    """Return the gradient method for a model. If the method is unusual, print a notice.
 
     The choice depends on conditions such as the dtypes of the samples ``few``. If ``methods`` has
     no choice for these conditions, methods are compared on the first two samples, and the choice is
@@ -86,7 +86,7 @@ def _read(record: Path, spec: FeaturesSpec) -> dict[str, Methods]:
 
 
 def _conditions(loaded: LoadedModel, few: Batch) -> str:
-    """Return what may affect the choice of a method, except the values of weights and samples."""
+    """Return all that can affect the choice of a method, except values of weights and samples."""
     names = {type(part).__module__.partition(".")[0] for part in loaded.model.modules()}
     return json.dumps({
         "torch": torch.__version__,

@@ -59,16 +59,16 @@ def write_gramian(
 def inner_products(
     loaded: LoadedModel, data: Split, targets: Split | None, spec: FeaturesSpec, compute: Compute
 ) -> tuple[np.ndarray, list[Tensor]]:
-    """Return inner products of gradients: R R^T without targets, R J_t^T with targets, float64.
+    """Return inner products of gradients, float64: R R^T or, with targets, R J_t^T.
 
     The first n rows of R are the training samples' gradients of the model output. With S
     ``label_draws``, n rows follow for each draw, which are the gradients for the drawn labels (see
     ``LabelDraws``). The rows of J_t are the targets' gradients. Partial sums in float32 are added
     in float64.
 
-    At most three quarters of the memory hold a block of rows of R or J_t, the right factor of the
-    product. The block is multiplied by batches of rows of R, the left factor. Therefore training
-    samples are differentiated once for each block.
+    The right factor of the product, R or J_t, is divided into blocks of rows that take at most
+    three quarters of the memory. Each block is multiplied by batches of rows of R. Therefore
+    training samples are differentiated once for each block.
 
     The second returned value contains the label numbers and ``PerSample.columns`` of the targets,
     or of the training samples if there are no targets.
@@ -87,10 +87,10 @@ def inner_products(
     train = _Rows(loaded, *given, ordered[-1], draws)
     right = train if targets is None else _Rows(loaded, *given, ordered[0], None)
     # The memory for one sample includes its rows in the block, which must not be counted twice.
-    spare = room.budget_bytes - room.needed.of_longest.bytes_of(1) + right.bytes_of_sample
-    most = min(3 * room.budget_bytes // 4, spare) // right.bytes_of_sample
+    spare = room.budget_bytes - room.needed.of_longest.bytes_of(1) + right.bytes_per_sample
+    most = min(3 * room.budget_bytes // 4, spare) // right.bytes_per_sample
     block = max(1, min(len(others.ids), most))
-    room = replace(room, budget_bytes=room.budget_bytes - block * right.bytes_of_sample)
+    room = replace(room, budget_bytes=room.budget_bytes - block * right.bytes_per_sample)
     log(f"gradients of {block} {'training samples' if targets is None else 'targets'} in memory")
     values = np.empty((len(data.ids) * n_rows, len(others.ids) * n_other_rows))
     columns = _fill(values, train, right, block, compute.batch_size, room)
@@ -101,10 +101,10 @@ def inner_products(
 def check_finite(
     products: np.ndarray, row_ids: Sequence[object], ids: Sequence[object], outputs: Tensor
 ) -> None:
-    """Raise an error if a number is NaN or infinite.
+    """Raise an error if an inner product of gradients or a model output is NaN or infinite.
 
-    The inner products of gradients have shape (n, m). Model outputs, shape (o,), are those of the
-    first ``o`` samples in ``ids``.
+    ``products`` has shape (n, m), with the sample of each row in ``row_ids`` and of each column in
+    ``ids``. ``outputs``, shape (o,), belongs to the first o samples in ``ids``.
     """
     bad = ~np.isfinite(products)
     rows, columns = (np.flatnonzero(bad.all(axis=axis)).tolist() for axis in (1, 0))
@@ -126,7 +126,7 @@ def check_finite(
 def _prepared(
     loaded: LoadedModel, ordered: list[OrderedSamples], draws: LabelDraws | None, left_mb: int
 ) -> tuple[tuple[GradientMethod, int | None], MemoryBudget]:
-    """Return the gradient method with the number of classes, and the memory budget of batches."""
+    """Return the arguments (method, number of classes) of ``_Rows``, and the memory for batches."""
     fews, n_classes = zip(*(loaded.few(samples) for samples in ordered), strict=True)
     needs = [loaded.memory(few, left_mb) for few in fews]
     largest = max(
@@ -157,7 +157,7 @@ def _row_bytes(loaded: LoadedModel) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A matrix whose rows are gradients of samples, for the samples' labels and drawn labels."""
+    """A matrix whose rows are gradients of samples, for their given labels and for drawn labels."""
 
     loaded: LoadedModel
     method: GradientMethod
@@ -166,16 +166,16 @@ class _Rows:
     draws: LabelDraws | None
 
     @property
-    def of_sample(self) -> int:
-        """The number of rows of each sample: one for its own label, and one for each draw."""
+    def rows_per_sample(self) -> int:
+        """The number of rows of each sample: one for the given label, and one for each draw."""
         return 1 + (self.draws.n_draws if self.draws else 0)
 
     @property
-    def bytes_of_sample(self) -> int:
-        return self.of_sample * _row_bytes(self.loaded)
+    def bytes_per_sample(self) -> int:
+        return self.rows_per_sample * _row_bytes(self.loaded)
 
     def zeros(self, n_samples: int) -> Tensor:
-        shape = self.of_sample * n_samples, n_params(self.loaded.parameters)
+        shape = self.rows_per_sample * n_samples, n_params(self.loaded.parameters)
         return torch.zeros(shape, dtype=_dtype(self.loaded), device=self.loaded.device)
 
     def chunks(
@@ -184,10 +184,10 @@ class _Rows:
         """Yield the gradients of samples ``start`` to ``stop``, one batch at a time.
 
         For each batch, yield the number of samples, the row numbers in the study's order, the rows
-        of gradients, and the samples' columns. ``at_once`` returns the size of the batch that
-        begins at a sample. If ``into`` is given, rows are written into this tensor.
+        of gradients, and the samples' columns. ``at_once`` maps the first sample of a batch to the
+        batch size. If ``into`` is given, rows are written into this tensor.
         """
-        width = self.of_sample
+        width = self.rows_per_sample
 
         def compute(i: int, j: int) -> tuple[Tensor, list[Tensor]]:
             rows = self.zeros(j - i) if into is None else into[i * width : j * width].zero_()
@@ -219,8 +219,8 @@ def _fill(
 ) -> list[Tensor]:
     """Return the columns of the samples in ``right``, after writing inner products to ``values``.
 
-    The products are those of gradients in ``train`` and ``right``. The gradients of ``block``
-    samples in ``right`` are in memory at a time. ``room`` is the memory for batches.
+    These are the products of the rows of ``train`` with the rows of ``right``. The gradients
+    of ``block`` samples in ``right`` are in memory at a time. ``room`` is the memory for batches.
     """
     is_square = train is right
     n, m = len(train.samples), len(right.samples)
@@ -243,7 +243,7 @@ def _fill(
                 kept.append([column.cpu() for column in columns])
                 if is_square:
                     yield count
-            rows, own = held[: (stop - start) * right.of_sample], np.concatenate(numbers)
+            rows, own = held[: (stop - start) * right.rows_per_sample], np.concatenate(numbers)
             for i in range(0, len(rows) if is_square else 0, _ROWS):
                 products = _products(rows[i : i + _ROWS], rows[: i + _ROWS])
                 corner = np.tril(products[:, i:])
@@ -264,8 +264,8 @@ def _fill(
 
 
 def _products(a: Tensor, b: Tensor) -> np.ndarray:
-    """Return a b^T, float64. With few columns, float64 is cheap enough for all operations."""
-    if a.shape[1] <= _ENTRIES:
+    """Return a b^T, float64. Long sums are float64 sums of partial sums in float32."""
+    if a.shape[1] <= _ENTRIES:  # With few columns, float64 is cheap enough for the whole sum.
         left = a.double()
         return np.hstack([(left @ part.double().T).cpu().numpy() for part in b.split(_ROWS)])
     total = torch.zeros(len(a), len(b), dtype=torch.float64, device=a.device)

@@ -16,13 +16,13 @@ from trak_core.model_outputs.model_output import ModelOutput, rows_in
 
 @dataclass(frozen=True, slots=True)
 class LabelDraws:
-    """Draws of labels from the distribution that a checkpoint's model predicts for each sample.
+    """Draws of labels for samples from the distribution that a checkpoint's model predicts.
 
     The random numbers depend on the seed, the stream, the sample's id and the number of draws, but
-    not on the sizes and the order of batches. Rounding can still change a label if the random
-    number is close to the boundary between two labels. Logits must not be computed in pieces.
+    not on batches. Rounding can still change a label if the random number is close to the boundary
+    between two labels. The model must return all logits, not those of ``MarginsOfTokens``.
 
-    ``n_draws`` is at least 1. ``stream`` is the number that ``stream_of`` gives the checkpoint.
+    ``n_draws`` is at least 1. ``stream`` is the checkpoint's result of ``stream_of``.
     """
 
     n_draws: int
@@ -30,7 +30,7 @@ class LabelDraws:
     seed: int = 0
 
     def bytes_of_sample(self, loaded: LoadedModel, few: Batch) -> int:
-        """Check that labels can be drawn. Return the bytes needed to draw labels for a sample."""
+        """Return the bytes needed to draw a sample's labels, or raise an error."""
         with torch.no_grad(), in_evaluation_mode(loaded.model):
             read = loaded.output.read(few.given_to(loaded.model))
         if loaded.output.loss_noise is None or not isinstance(read, Tensor):

@@ -44,12 +44,12 @@ from trak_core.study.load_checkpoint import load_checkpoint, load_state_dict, st
 from trak_core.study.optimizer_state import adam_scales
 from trak_core.study.study import Study
 
-# This many samples are checked before the expensive work. The model outputs of as many samples are
-# compared with stored outputs.
+# The number of samples that are checked before all samples are differentiated, and the number of
+# model outputs that are compared with stored ones.
 _FEW = 8
 # The bytes that each logit needs if all logits are computed together: 11 to 16 in GPT-2 and Llama.
 _LOGIT_BYTES = 16
-# Logits are computed in pieces if all logits of a text would need more than 1/4 of the memory.
+# If all logits of a text would need more than 1/4 of the memory, they are computed in pieces.
 _LOGITS_SHARE = 4
 # The memory for one piece of the logits and for the copies that exist at the same time.
 _LOGIT_PIECES_BYTES = 4 * PIECE_BYTES
@@ -123,7 +123,7 @@ class LoadedModel:
             if weights is not None:
                 load_state_dict(model, weights, f"checkpoint {spec.checkpoint}")
             digests = {"sha256": state_dict_sha256(model.state_dict())}
-        set_float32_precision(spec.precision)  # CLIP's model output runs the model.
+        set_float32_precision(spec.precision)  # To find CLIP's model output, the model is called.
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
         parameters = select_parameters(model, spec.parameter_patterns)
         if output is None:
@@ -141,7 +141,7 @@ class LoadedModel:
             scales = {name: scale.to(device) for name, scale in on_cpu.items()}
         blocks = Recomputation(model)
         release_freed_memory()
-        set_float32_precision(spec.precision)  # The model output's file may have changed it.
+        set_float32_precision(spec.precision)  # The user's code may have changed the precision.
         return cls(model, parameters, output, device, digests, blocks, scales)
 
     def ordered(self, *splits: Split, window: int | None = None) -> list[OrderedSamples]:
@@ -155,7 +155,7 @@ class LoadedModel:
     def checked(
         self, samples: OrderedSamples, start: int, stop: int, n_classes: int | None
     ) -> Batch:
-        """Return the result of ``batch``. Labels are checked on the CPU, without awaiting a GPU."""
+        """Return the result of ``batch``, after checking the labels, without waiting for a GPU."""
         batch = samples.batch(start, stop)
         check_labels(batch.labels, self.output, n_classes, samples.split.ids[start:stop])
         return self._on_device(batch)
@@ -171,7 +171,7 @@ class LoadedModel:
         return replace(batch.mapped(moved), gives_labels=batch.gives_labels or needs_labels)
 
     def in_pieces(self, samples: OrderedSamples, memory_mb: int) -> Self:
-        """Return this model, or one with logits in pieces if all logits would need much memory.
+        """Return this model or, if all logits need much memory, one that computes a few at a time.
 
         Model outputs are the same up to rounding. If logits are computed in pieces, ``few`` prints
         a notice.
@@ -242,7 +242,7 @@ class LoadedModel:
                 values = [over_samples(function, read, batch.labels) for function in functions]
                 current.append([value.double().item() for value in values])
         stored = np.stack([columns["outputs"], columns["loss_weights"]], axis=1)
-        # Rounding errors depend on the batch size and, for CUDA, on the precision of products.
+        # Rounding can change outputs by these fractions if the batch size or the precision differs.
         cuda = 4e-3 if torch.get_float32_matmul_precision() == "high" else 1e-3
         eps = max(torch.finfo(p.dtype).eps for p in self.parameters.values())
         rounding = max(1e-4 if self.device.type == "cpu" else cuda, 4 * eps)

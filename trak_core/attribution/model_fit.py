@@ -10,11 +10,11 @@ from trak_core.model_outputs.about_outputs import About
 from trak_core.model_outputs.model_output import IGNORED, ModelOutput
 from trak_core.study.dataset_split import Split
 
-# The most frequent part of labels, such as a token, is determined from this many random samples.
+# The most frequent token or other part of labels is determined from this many random samples.
 _MOST_READ = 256
-# A fit with a smaller fraction of correct classes is doubtful, even if a constant guess is worse.
-_FEW_RIGHT = 0.5
-_FEWEST = 5  # Mistaken classes are searched among classes with at least this many samples.
+# If a smaller fraction of classes is correct, the fit is doubtful, even if a guess is worse.
+_MIN_CORRECT = 0.5
+_MIN_SAMPLES = 5  # In smaller classes, most samples can be mistaken for another class by chance.
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +22,9 @@ class Fit:
     """How well the models and a constant guess predict the training samples.
 
     Attributes:
-        measure: Sentences in ASCII. They state the fractions of predictions that are correct, and
-            of labels that are equal to the most frequent label, or for regression, the R2 of
-            predictions.
-        is_doubtful: Whether the models are not better than the guess (for classes and parts, by at
+        measure: Sentences in ASCII with the fraction of predictions that are correct, and of labels
+            that are equal to the most frequent label. For regression, the R2 of predictions.
+        is_doubtful: Whether the models are not better than the guess (except for regression, by at
             least two standard errors), predict most classes wrong, or mistake one class for another
             in most samples.
     """
@@ -50,25 +49,26 @@ def fit_of(columns: pd.DataFrame, about: About, train: Split) -> Fit | None:
         # Let d be the number of samples for which either the models or the guess is right, but not
         # both. The standard error of the difference between their fractions is at most sqrt(d) / n.
         error = np.sqrt((right != guessed).sum()) / len(labels)
-        fit = _of_parts(right.mean(), guessed.mean(), error, "labels", _FEW_RIGHT)
+        fit = _fit_of_fractions(right.mean(), guessed.mean(), error, "labels", _MIN_CORRECT)
         mistaken = _mistaken_classes(columns)
         return replace(fit, measure=fit.measure + mistaken, is_doubtful=True) if mistaken else fit
     if about.counts_parts:
         rows = np.random.default_rng(0).permutation(len(labels))[:_MOST_READ]
-        counts = _counted_parts(train.take(columns["id"].iloc[rows].tolist()), about.load())
+        counts = _count_label_values(train.take(columns["id"].iloc[rows].tolist()), about.load())
         guess = counts.max() / counts.sum()
         error = np.sqrt(guess * (1 - guess) / counts.sum())
-        return _of_parts(predictions.sum() / labels.sum(), guess, error, about.label)
-    return _of_numbers(labels.astype(float), predictions.astype(float)) if about.label else None
+        return _fit_of_fractions(predictions.sum() / labels.sum(), guess, error, about.label)
+    return _fit_of_numbers(labels.astype(float), predictions.astype(float)) if about.label else None
 
 
-def _of_parts(value: float, guess: float, error: float, parts: str, least: float = 0) -> Fit:
-    """Return the fit for fractions ``value`` and ``guess`` of correctly predicted ``parts``.
+def _fit_of_fractions(value: float, guess: float, error: float, noun: str, least: float = 0) -> Fit:
+    """Return the fit of models that predict the fraction ``value`` of labels correctly.
 
-    ``error`` is the standard error of ``value - guess``. A value below ``least`` is doubtful.
+    A constant guess is correct for the fraction ``guess``. ``error`` is the standard error of
+    ``value - guess``. A value below ``least`` is doubtful. ``noun`` says what is predicted.
     """
     measure = (
-        f"The models predict {100 * value:.3g} % of the {parts} of their training samples "
+        f"The models predict {100 * value:.3g} % of the {noun} of their training samples "
         f"correctly. A guess of the most frequent value would be right for {100 * guess:.3g} %."
     )
     is_better = value > guess and value - guess >= 2 * error
@@ -79,13 +79,12 @@ def _of_parts(value: float, guess: float, error: float, parts: str, least: float
 def _mistaken_classes(columns: pd.DataFrame) -> str:
     """Return a sentence if classes seem to be numbered differently than in training, or "".
 
-    This is assumed if most samples of a class a are predicted as b, and most samples of b as
-    another class. If the models only predicted b too often, most samples of b would be predicted
-    as b.
+    They seem so if most samples of a class a are predicted as b, and most samples of b as another
+    class. (If the models just predicted b too often, most samples of b would be predicted as b.)
     """
     sizes = columns["label"].value_counts().to_dict()
     pairs = columns.value_counts(["label", "prediction"]).to_dict()
-    most = [(a, b) for (a, b), n in sorted(pairs.items()) if 2 * n > sizes[a] >= _FEWEST]
+    most = [(a, b) for (a, b), n in sorted(pairs.items()) if 2 * n > sizes[a] >= _MIN_SAMPLES]
     taken_for = {a: b for a, b in most if a != b}
     for a, b in taken_for.items():
         if b in taken_for:
@@ -96,7 +95,7 @@ def _mistaken_classes(columns: pd.DataFrame) -> str:
     return ""
 
 
-def _of_numbers(labels: np.ndarray, predictions: np.ndarray) -> Fit:
+def _fit_of_numbers(labels: np.ndarray, predictions: np.ndarray) -> Fit:
     if (labels == labels[0]).all():
         measure = f"All training samples have the label {labels[0]:.3g}, so the fit is unknown."
         return Fit(measure, is_doubtful=False)
@@ -109,7 +108,7 @@ def _of_numbers(labels: np.ndarray, predictions: np.ndarray) -> Fit:
     return Fit(measure, is_doubtful=value <= 0)
 
 
-def _counted_parts(split: Split, output: ModelOutput) -> np.ndarray:
+def _count_label_values(split: Split, output: ModelOutput) -> np.ndarray:
     """Return how often each value 0, 1, 2, ... occurs in labels, except ``IGNORED`` parts."""
     counts = np.zeros(0, dtype=np.int64)
     for i in range(len(split.ids)):

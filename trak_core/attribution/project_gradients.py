@@ -46,7 +46,8 @@ class Features(Consumer):
     Attributes:
         rows: x R, shape (batch, proj_dim), float32, without the scale of the projection. The rows
             are complete after ``finish``.
-        products: For a tensor sketch, the sum of what is computed from vectors. Otherwise None.
+        products: For a tensor sketch, the part of ``rows`` that is computed from vectors of outer
+            products. None for other projections.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Features(Consumer):
     def _sketched(
         self, products: OuterProducts, number: int, shape: tuple[int, int], use: Contribution
     ) -> bool:
-        """Sketch a gradient's outer products if cheaper. Return whether the sketch was added."""
+        """Sketch a gradient's outer products if this is cheaper. Return whether it was done."""
         if isinstance(use, Lookup) and use.matrix == shape:
             products.add_lookups(number, use.indices, use.gradients[0])
             return True
@@ -150,8 +151,8 @@ def factors_of(
     """Return the number of tokens of a gradient, and the factors of its outer products.
 
     A sample's gradient is the sum over tokens of the outer products of two factors, which have
-    shapes (batch, tokens, rows) and (batch, tokens, columns). For other gradients, the number is 0
-    and there are no factors.
+    shapes (batch, tokens, rows) and (batch, tokens, columns). If a gradient has no such form, the
+    number is 0 and there are no factors.
     """
     if use.matrix == shape and isinstance(use, Outer):
         n_tokens, outers = use.inputs.shape[1], iter([use])
@@ -191,7 +192,7 @@ class QueuedFeatures:
 
 
 def _copied(tensors: Sequence[Tensor]) -> tuple[list[Tensor], torch.cuda.Event | None]:
-    """Start to copy tensors to the CPU. Return the copies, and an event at the end of copying."""
+    """Start to copy tensors to the CPU. Return the copies, and an event for when they are done."""
     copies, event = [tensor.to("cpu", non_blocking=True) for tensor in tensors], None
     if tensors[0].is_cuda:
         event = torch.cuda.Event()
@@ -212,7 +213,7 @@ def queued_features(
     *,
     is_scaled: bool = True,
 ) -> QueuedFeatures:
-    """Return a batch's features, shape (batch, proj_dim), float32, and the samples' columns.
+    """Return a batch's features, shape (batch, proj_dim), float32, and ``PerSample.columns``.
 
     The features of a gradient x are x R, where R is the projection matrix. If ``is_scaled``, they
     are multiplied by the projection's scale.

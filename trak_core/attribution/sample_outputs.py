@@ -91,7 +91,7 @@ def model_output(
     embeddings: list[Tensor] = []
     with torch.no_grad(), in_evaluation_mode(model):
         for i in drawn_pairs(len(pairs.ids), n_others, OTHERS_SEED):
-            pair = as_batch(pairs.batch(i, i + 1), LOSS)  # an output that reads no labels
+            pair = as_batch(pairs.batch(i, i + 1), LOSS)  # LOSS reads no labels.
             returned = call(model, pair.mapped(lambda tensor: tensor.to(device)))
             embeddings.append(read_embeddings(returned)[0])
     images, texts = torch.stack(embeddings, dim=1)
@@ -106,7 +106,7 @@ def outputs_and_predictions(
     batch_size: int,
     study: Study | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return model outputs and predictions of the samples of ``pool``, shape (n,) each."""
+    """Return the model outputs and the predictions of the samples ``pool``, shape (n,) each."""
     device = next(model.parameters()).device
     output = model_output(output_name, model, train, device, study)
     (samples,) = order_samples([pool], model, output)

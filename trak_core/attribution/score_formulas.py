@@ -29,9 +29,9 @@ def combined(parts: Iterable[tuple[np.ndarray, np.ndarray, float]], combine: Com
     """Average a block of scores over checkpoints, with one checkpoint in memory at a time.
 
     Args:
-        parts: For each checkpoint c, of which there is at least one: a block of rows of the matrix
-            A_c (see ``Attributor``), shape (rows, m); the loss weights Q_c^power of these rows,
-            shape (rows,); and the norm ||B_c||, which only ``unit_average`` uses.
+        parts: For each checkpoint c (at least one), a block of rows of the matrix A_c (see
+            ``Attributor``), shape (rows, m); the loss weights Q_c^power of these rows, shape
+            (rows,); and the norm ||B_c||, which only ``unit_average`` uses.
         combine: ``product_of_averages``: mean_c(A_c) * mean_c(Q_c^power), as in the paper;
             ``average_of_products``: mean_c(A_c * Q_c^power); ``unit_average``:
             mean_c(A_c * Q_c^power / ||B_c||).
@@ -57,7 +57,7 @@ def combined(parts: Iterable[tuple[np.ndarray, np.ndarray, float]], combine: Com
 
 
 def checkpoint_weights(loss_weights: np.ndarray, norms: np.ndarray, spec: ScoresSpec) -> np.ndarray:
-    """Return the weights v with which scores are a sum over C checkpoints, shape (C, n).
+    """Return weights v such that scores are a weighted sum over C checkpoints, shape (C, n).
 
     With these weights, ``combined`` computes scores[i, j] = sum_c v[c, i] A_c[i, j] from matrices
     A_c. ``loss_weights`` have shape (C, n). ``norms``, shape (C,), are for ``unit_average`` only.
@@ -71,7 +71,7 @@ def checkpoint_weights(loss_weights: np.ndarray, norms: np.ndarray, spec: Scores
 
 
 def unit_of(spec: ScoresSpec) -> str:
-    """Return a text on the unit of scores ("What a score says" in docs/explanation/scores.md)."""
+    """Return a text that states the unit of scores (see docs/explanation/scores.md)."""
     is_newton_step = spec.weighting == "curvature" and spec.loss_weight_power == 1
     if is_newton_step and spec.combine != Combine.UNIT_AVERAGE and not spec.normalize:
         return f"that of the model output ({spec.features.model_output})"
@@ -185,7 +185,7 @@ def largest(seen: Extremes | None, start: int, block: np.ndarray, keep: int) -> 
 
 
 def _packed(chosen: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return rows and scores of each column's chosen entries. Columns with fewer end with -inf."""
+    """Return rows and scores of the chosen entries of each column. Short columns end with -inf."""
     # If few entries are chosen, `flatnonzero` is ten times as fast as `nonzero`.
     rows, columns = np.divmod(np.flatnonzero(chosen), chosen.shape[1])
     order = np.argsort(columns, kind="stable")

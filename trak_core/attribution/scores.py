@@ -26,9 +26,9 @@ from trak_core.model_outputs.about_outputs import about_output
 from trak_core.settings import ScoresSpec
 from trak_core.study.dataset_split import Split
 
-# Notebooks show _SHOWN targets, each with _EACH training samples for each sign of the score.
+# A notebook shows 5 targets, each with 3 training samples of positive and 3 of negative scores.
 _SHOWN, _EACH = 5, 3
-# A function of whether a sample is a target, and of the sample's id. It returns HTML.
+# A function (is_target, sample_id) that returns the HTML of a target or a training sample.
 ShowSample = Callable[[bool, Any], str]
 
 
@@ -43,7 +43,7 @@ class Scores:
             ``output`` (the mean over checkpoints) and ``output_sd``, and the columns of the study.
         train: A table of the training samples with the same columns and ``loss_weight``. If it is
             known which sign of a score improves a target, there are also ``help`` and ``harm``.
-        unit: The unit of a score, as text.
+        unit: A text that states the unit of scores.
     """
 
     targets: pd.DataFrame
@@ -53,7 +53,7 @@ class Scores:
     n_kept: int
     read_matrix: Callable[[], np.ndarray] | None
     show: ShowSample | None = None
-    # The targets' samples. None for scores that were read from a file or unpickled.
+    # The targets' samples, or None if the scores were read from a file or unpickled.
     samples: Split | None = None
     # The words for a sample's label and prediction in notebooks.
     words: tuple[str, str] = ("label", "predicted")

@@ -13,8 +13,8 @@ from trak_core.errors import InputError
 
 # Features are float32, so directions with eigenvalues below about 1e-7 times the largest are noise.
 MAX_CONDITION = 1e7
-# Below this condition number, rounding cannot make the damped matrix indefinite.
-_SURELY = MAX_CONDITION / 100
+# If the condition number is below this bound, rounding cannot make the damped matrix indefinite.
+_SAFE_CONDITION = MAX_CONDITION / 100
 
 
 def weighted_gramians(
@@ -49,19 +49,13 @@ def weighted_gramians(
 def fill_upper(lower: np.ndarray) -> None:
     """Copy a matrix's lower triangle to the upper triangle, which must be zero, in place."""
     diagonal = np.diagonal(lower).copy()
-    lower += lower.T  # this saves the memory of a third matrix
+    lower += lower.T  # In place, this needs only one copy of the matrix. It doubles the diagonal.
     lower.flat[:: len(lower) + 1] = diagonal
 
 
 def mean_squared_norm(normal_matrix: np.ndarray, n_rows: int) -> float:
     """Return the mean of w_i |phi_i|^2 over samples i from N = sum_i w_i phi_i phi_i^T."""
     return float(np.trace(normal_matrix)) / n_rows
-
-
-def extreme_eigenvalues(matrix: np.ndarray) -> tuple[float, float]:
-    """Return the smallest and the largest eigenvalue of a symmetric matrix, float64."""
-    eigenvalues = scipy.linalg.eigvalsh(matrix)
-    return float(eigenvalues[0]), float(eigenvalues[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +86,8 @@ class DampedMatrix:
         # the condition number is small, the eigenvalues are not computed, which would take longer
         # than the factorization.
         ends = eigenvalues or (0.0, float(np.trace(matrix)))
-        if eigenvalues is None and ends[1] > _SURELY * ridge:
-            ends = extreme_eigenvalues(matrix)
+        if eigenvalues is None and ends[1] > _SAFE_CONDITION * ridge:
+            ends = scipy.linalg.eigvalsh(matrix)[[0, -1]].tolist()
         smallest, largest = (value + ridge for value in ends)
         if not smallest * MAX_CONDITION > largest:
             condition = f"{largest / smallest:.2g}" if smallest > 0 else "infinite"
@@ -165,7 +159,7 @@ def train_norm(eigenvalues: np.ndarray, products: np.ndarray, ridge: float) -> f
 
 
 def _positive_root(squared_norm: float) -> float:
-    """Return a norm from its square. It must be above 0, because scores are divided by the norm."""
+    """Return a norm from its square. A norm of 0 is an error, because scores are divided by it."""
     if not squared_norm > 0:
         raise InputError(
             "With `combine: unit_average`, the norm of a checkpoint's scores of training samples "
@@ -176,7 +170,8 @@ def _positive_root(squared_norm: float) -> float:
     return squared_norm**0.5
 
 
-# Because features are rounded to float32, eigenvalues of 0 become about 1e-14 times the largest.
+# A matrix with this condition number counts as singular, because features are rounded to float32,
+# so that eigenvalues of 0 become about 1e-14 times the largest one.
 _SINGULAR = 1e13
 
 

@@ -39,9 +39,9 @@ class Cut:
     """One checkpoint's scores of pairs of a training sample and a target, by token and by layer.
 
     ``tokens`` contains an array for each pair, with the scores of the training sample's tokens.
-    Then it contains an array for each pair with the scores of the target's tokens. The last entry
-    of each array is the score of terms that belong to no token. ``layers`` contains the scores of
-    each layer, shape (pairs,).
+    After these arrays, it contains an array for each pair with the scores of the target's tokens.
+    The last entry of an array is the score of terms that belong to no token. ``layers`` contains
+    the scores of each layer, shape (pairs,).
     """
 
     tokens: list[np.ndarray]
@@ -130,7 +130,7 @@ def _cut(
 
     def compute_batch(first: int, last: int) -> None:
         batch = loaded.batch(samples, first, last)
-        # The position of each pair's sample in the batch, or -1 for samples of other batches.
+        # The position of each sample in the batch, or -1 for samples in other batches.
         positions = np.full(len(samples), -1)
         positions[samples.rows[first:last]] = np.arange(last - first)
         positions = positions[sample_of]
@@ -157,8 +157,8 @@ def token_tables(
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Return a table of the scores of tokens, and a table of the scores of layers.
 
-    ``top`` contains the ids of the pairs. Scores are sums over checkpoints of the scores in
-    ``cuts``, multiplied by ``weights`` (see ``checkpoint_weights``), shape (checkpoints, pairs).
+    ``top`` contains the ids of the pairs. Scores are the weighted sums of each checkpoint's scores
+    in ``cuts``, with ``weights`` (see ``checkpoint_weights``) of shape (checkpoints, pairs).
     """
     totals = [
         np.sum([w * cut.tokens[i] for w, cut in zip(own, cuts, strict=True)], axis=0)
@@ -199,8 +199,8 @@ class Pairs:
         return [(sample, slice(start, end)) for sample, start, end in columns]
 
 
-# A function of a sample and of n vectors, shape (n, entries). It returns the inner products of the
-# vectors and the terms of the sample's gradient, shape (n, positions).
+# A function (sample, vectors) that returns the inner products of n vectors, shape (n, entries), and
+# the terms of a sample's gradient at each position, shape (n, positions).
 _Inner = Callable[[int, Tensor], Tensor]
 
 
@@ -234,11 +234,11 @@ class Directions:
         self._held: dict[int, Tensor] = {}
 
     def contractions_of(self, parameter: Tensor) -> Contractions | None:
-        """Return ``Contractions``, which need no directions, or None if they cannot be used."""
+        """Return ``Contractions`` to use instead of directions, or None if this is impossible."""
         return None if id(parameter) in self._scales else self._contractions
 
     def rows_of(self, parameter: Tensor, rows: Tensor | slice) -> Tensor:
-        """Return a parameter's directions for the vectors ``rows``, shape (vectors, entries)."""
+        """Return a parameter's directions for ``vectors[rows]``, shape (rows, entries)."""
         if id(parameter) not in self._small:
             return self._computed(parameter, rows)
         if id(parameter) not in self._held:

@@ -11,7 +11,6 @@ from scipy.linalg.blas import dsyrk  # pyright: ignore[reportAttributeAccessIssu
 from torch import Tensor
 
 from trak_core.artifacts import FEATURE_SHARD, FEATURES, create, software
-from trak_core.attribution.batch_by_length import subset
 from trak_core.attribution.device import Compute, device_name
 from trak_core.attribution.label_draws import LabelDraws
 from trak_core.attribution.loaded_model import LoadedModel
@@ -74,7 +73,7 @@ class SampledNormal:
         dsyrk(1 / self.n_draws, rows.T, beta=1.0, c=self.total, lower=1, overwrite_c=1)
 
     def matrix(self) -> np.ndarray:
-        """Return the matrix N, float64, exactly symmetric. Afterwards, no batch can be added."""
+        """Return N, float64, exactly symmetric. Call this last, because it fills ``total``."""
         fill_upper(self.total)
         return self.total
 
@@ -142,14 +141,14 @@ def feature_blocks(
 def _awaited(
     chunks: Iterable[tuple[int, int, QueuedFeatures]],
 ) -> Iterator[tuple[int, int, list[Tensor]]]:
-    """Yield start, stop and tensors of each batch. A GPU already computes the next batch then."""
+    """Yield start, stop and tensors of each batch, while a GPU already computes the next batch."""
     queue: deque[tuple[int, int, QueuedFeatures]] = deque()
     for chunk in chunks:
         queue.append(chunk)
         if len(queue) > 1 or chunk[2].event is None:
             start, stop, features = queue.popleft()
             tensors = features.wait()
-            del features  # It refers to the batch's inputs, which use the device's memory.
+            del features  # It keeps the inputs of the batch in the device's memory.
             yield start, stop, tensors
     for start, stop, features in queue:
         yield start, stop, features.wait()
@@ -183,7 +182,7 @@ def write_features(
         f"parameters to {projection.proj_dim} dimensions ({projection.kind}"
         f"{'' if 'kind' in spec.projection else ', the default'}), gradients on {where}"
     )
-    own = subset(data, range(start, stop))
+    own = data.select(range(start, stop))
     sampled = SampledNormal(projection, spec.label_draws) if spec.label_draws else None
     left_mb = compute.memory_mb - (0 if sampled is None else sampled.total.nbytes // 2**20)
     blocks = feature_blocks(
@@ -192,7 +191,7 @@ def write_features(
         spec,
         replace(compute, memory_mb=max(0, left_mb)),
         sampled=sampled,
-        # All training samples must not have equal features, but the few samples of a shard may.
+        # Equal features of all training samples are an error. The few samples of a shard may agree.
         must_differ=spec.split == TRAIN and n_shards == 1,
     )
     kind = FEATURES if n_shards == 1 else FEATURE_SHARD
@@ -203,7 +202,7 @@ def write_features(
         rows = writer.matrix("features", own.ids, names, dtype=np.dtype(spec.dtype))
         for first, last, stored, columns in blocks:
             rows[first:last] = stored
-            # Small tensors in a list would lie between freed large ones and fragment memory.
+            # A list of small tensors would fragment memory, so columns are copied into large ones.
             kept = kept or [column.new_empty(len(own.ids)) for column in columns]
             for whole, part in zip(kept, columns, strict=True):
                 whole[first:last] = part

@@ -86,7 +86,7 @@ class AbstractGradientComputer(ABC):
     def compute_per_sample_grad(self, batch: Sequence[Tensor]) -> Tensor | dict[str, Tensor]:
         """Return the gradient of the model output of each sample in a batch of B.
 
-        It is a dict with a tensor (B, *shape) for each parameter, or one tensor (B, grad_dim).
+        Gradients are a dict with a tensor (B, *shape) per parameter, or one tensor (B, grad_dim).
         """
 
     @abstractmethod
@@ -95,7 +95,7 @@ class AbstractGradientComputer(ABC):
 
 
 class FunctionalGradientComputer(AbstractGradientComputer):
-    """Compute the gradients of all B samples in one backward pass, as tensors (B, *shape) by name.
+    """Compute the gradients of all B samples in one backward pass, by parameter: (B, *shape).
 
     ``torch.vmap`` is called only for the ``get_output`` of a user-defined task. If the model or the
     task does not support one backward pass, samples are differentiated one by one, and a notice is
@@ -122,7 +122,7 @@ class FunctionalGradientComputer(AbstractGradientComputer):
     def load_model_params(self, model: nn.Module) -> None:
         self.model, self.parameters = model, chosen_parameters(model, self.grad_wrt)
         self.model_params = list(self.parameters.values())
-        # The weights and buffers that tasks get. They are None if tasks call the model as it is.
+        # The weights and buffers that tasks pass to the model, or None to call the model unchanged.
         self.func_weights = dict(model.named_parameters()) if self._functional else None
         self.func_buffers = dict(model.named_buffers()) if self._functional else None
 
@@ -163,7 +163,7 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         rows, *columns = queued_features(
             method, *arguments, projection, ids, threads, None, is_scaled=False
         ).wait()
-        # CLASSIFICATION computes the loss weights only for the temperature 1.
+        # CLASSIFICATION has no temperature, so its loss weights are right only for temperature 1.
         is_classification = arguments[2] is CLASSIFICATION
         if is_classification and vars(self.modelout_fn)["loss_temperature"] == 1:
             return rows, columns[3].unsqueeze(1)

@@ -18,7 +18,7 @@ Weights = Mapping[str, Tensor] | None
 
 
 def is_unmodified(instance: object) -> bool:
-    """Return whether an object has a class of this package, and none of its methods is replaced."""
+    """Return whether an object's class is defined in this package and no method is replaced."""
     kind = type(instance)
     is_builtin = kind.__module__.startswith(f"{__package__}.")
     return is_builtin and not any(hasattr(kind, name) for name in vars(instance))
@@ -60,7 +60,7 @@ class ImageClassificationModelOutput(AbstractModelOutput):
     """
 
     per_sample = True
-    # The names of the model's inputs, in the order of a batch. It is empty for positional inputs.
+    # The names of the model's inputs, in the order of a batch, or () for positional inputs.
     names: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, temperature: float = 1.0) -> None:
@@ -174,7 +174,7 @@ class CLIPModelOutput(AbstractModelOutput):
 
     @staticmethod
     def _draw() -> None:
-        """Draw the simulated batch once. vmap could draw another batch for each sample."""
+        """Draw the simulated batch once, because vmap could draw another one for each sample."""
         n, size = CLIPModelOutput.num_computed_embeddings, CLIPModelOutput.sim_batch_size
         CLIPModelOutput._picked = drawn_pairs(n, size, seed=0)
 

@@ -32,7 +32,7 @@ class ProjectionType(StrEnum):
 def vectorize(
     g: Mapping[str, Tensor], arr: Tensor | None = None, device: Device = "cuda"
 ) -> Tensor:
-    """Return a dict of gradients (B, *shape) as one tensor (B, p), which is ``arr`` if given."""
+    """Return gradients (B, *shape) by parameter as one tensor (B, p), in ``arr`` if it is given."""
     device = device if arr is None else arr.device
     flat = torch.cat([x.detach().reshape(len(x), -1).to(device) for x in g.values()], dim=1)
     return flat if arr is None else arr.copy_(flat)
@@ -184,7 +184,7 @@ class CudaProjector(BasicProjector):
 
 
 class ChunkedCudaProjector(BasicProjector):
-    """A projector of chunks of parameters. The settings of the first projector hold for all."""
+    """A projector with one projector for each chunk of parameters, all with equal settings."""
 
     def __init__(
         self,

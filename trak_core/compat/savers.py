@@ -150,7 +150,7 @@ class AbstractSaver(ABC):
 
     @abstractmethod
     def serialize_current_model_id_metadata(self, already_exists: bool = True) -> None:
-        """Write the JSON file of the current model id, if it is new or completely featurized."""
+        """Write the JSON file of the current model id if it is new or all samples have features."""
 
     @abstractmethod
     def init_store(self, model_id: int) -> None:

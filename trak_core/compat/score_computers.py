@@ -4,8 +4,8 @@
     scores = mean_c(G_c K_c T_c^T) * mean_c(Q_c)
 
 Each checkpoint c has projected training gradients G_c (n, k), projected target gradients T_c (m, k)
-and loss weights Q_c (n, 1). inv is the inverse, or the pseudo-inverse of a singular matrix. It and
-G_c^T G_c are computed in float64.
+and loss weights Q_c (n, 1). inv is the inverse, or the pseudo-inverse of a singular matrix. Both
+the inverse and G_c^T G_c are computed in float64.
 
 Source: the package ``trak``, version 0.3.2; Park et al., "TRAK", ICML 2023, equations 16 and 17.
 """

@@ -40,7 +40,7 @@ _SAMPLES_AT_ONCE = 128
 
 
 def _positions(inds: Positions, num_samples: int | None, start: int, n: int, end: int) -> list[int]:
-    """Return the positions of a batch's ``n`` samples: ``inds``, or those from ``start`` on."""
+    """Return the positions of a batch's ``n`` samples: ``inds``, or numbers from ``start`` on."""
     if (inds is None) == (num_samples is None):
         count = "both" if num_samples else "neither"
         message = f"Give exactly one of `num_samples` and `inds`. Found {count}."
@@ -177,7 +177,7 @@ class TRAKer:
     def init_projector(
         self, projector: AbstractProjector | None, proj_dim: int | None, proj_max_batch_size: int
     ) -> None:
-        """Set the attributes ``projector`` and ``proj_dim``. By default, use rademacher entries."""
+        """Set ``self.projector`` and ``self.proj_dim``. None selects a rademacher projection."""
         self.projector: Any = projector
         if projector is None:
             device = torch.empty(0, device=self.device).device  # Fails if the device is missing.

@@ -1,4 +1,4 @@
-"""The functions of ``trak.utils``. They are here for users, and this package does not need them."""
+"""The functions of ``trak.utils``, for code that calls them. This package does not use them."""
 
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -32,7 +32,7 @@ def get_num_params(model: nn.Module) -> int:
 
 
 def is_not_buffer(ind: int, params_dict: Sequence[str]) -> bool:
-    """Return whether the name at index ``ind`` is not that of a running statistic of BatchNorm."""
+    """Return whether ``params_dict[ind]`` is not the name of a running statistic of BatchNorm."""
     statistics = ("running_mean", "running_var", "num_batches_tracked")
     return not any(name in params_dict[ind] for name in statistics)
 

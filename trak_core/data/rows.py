@@ -28,13 +28,13 @@ _WHOLE = re.compile(r"0|-?[1-9][0-9]{0,18}")
 _TRUTHS = {"true": 1, "false": 0}
 
 
-class _Written(float):
-    """A float from a JSON file. ``str`` returns it as written there, such as 1.10, not 1.1."""
+class _JsonFloat(float):
+    """A float from a JSON file. ``str`` returns the text in the file, such as "1.10" for 1.1."""
 
     __slots__ = ("_text",)
     _text: str
 
-    def __new__(cls, text: str) -> "_Written":
+    def __new__(cls, text: str) -> "_JsonFloat":
         number = super().__new__(cls, text)
         if not math.isfinite(number):
             raise ValueError(f"{text} is not a finite number")
@@ -52,8 +52,8 @@ class RowFile(Sequence[dict[str, Any]]):
     Attributes:
         path: The file.
         rows: The fields of each row.
-        numbers: The number of the line in which each row begins, counted from 1. For ``.json``,
-            Parquet and saved data sets, the number of the row. Empty for a folder of images.
+        numbers: The number of the line in which each row begins, counted from 1. For files without
+            lines, such as Parquet, the number of the row. Empty for a folder of images.
     """
 
     path: Path
@@ -72,7 +72,7 @@ class RowFile(Sequence[dict[str, Any]]):
         return "line" if self.path.suffix in {LINES, *TABLES} else "row"
 
     def place(self, index: int) -> str:
-        """Return the file and the line of a row, for error messages."""
+        """Return a text with the file and the line of row ``index``, for error messages."""
         if not self.numbers:
             return f"{self.path}, {self.rows[index].get('id', index)}"
         return f"{self.path}, {self.noun} {self.numbers[index]}"
@@ -154,31 +154,31 @@ class FromRow:
     def of(
         cls, row: Mapping[str, Any], values: Iterable[Any], picture: Callable[[], Any] | None = None
     ) -> Self:
-        """Return the sample that consists of ``values``, which were made from ``row``."""
+        """Return a sample with the entries ``values``, which were made from ``row``."""
         sample = cls(values)  # pyright: ignore[reportCallIssue] -- of tuple or dict
         sample.row, sample.picture = row, picture
         return sample
 
     def replaced(self, values: Iterable[Any]) -> Self:
-        """Return a sample that consists of other values, but was made from the same row."""
+        """Return a copy of the sample with the entries ``values``. Its row stays the same."""
         sample = type(self)(values)  # pyright: ignore[reportCallIssue] -- of tuple or dict
         vars(sample).update(vars(self))
         return sample
 
 
 class RowSample(FromRow, tuple[Any, ...]):
-    """A tuple of inputs and label."""
+    """A sample as a tuple of the model's inputs and then the label."""
 
 
 class NamedRowSample(FromRow, dict[str, Any]):
-    """A dict of inputs and labels."""
+    """A sample as a dict of the model's inputs and ``labels``."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowSamples(Sequence[Any]):
-    """A sequence of samples, which the function ``sample`` makes from rows when they are accessed.
+    """The samples of a file. Each is made from its row by the function ``sample`` when accessed.
 
-    Error messages begin with the file and the line of the row.
+    If ``sample`` raises an error, the message begins with the file and the line of the row.
     """
 
     rows: RowFile
@@ -263,8 +263,7 @@ def _saved_rows(folder: Path) -> list[dict[str, Any]]:
     from datasets import ClassLabel, Dataset  # pyright: ignore[reportMissingImports] -- optional
 
     data = Dataset.load_from_disk(str(folder))
-    # The format that was saved with the data set is removed, because it could convert values or
-    # omit columns.
+    # A data set can be saved with a format that converts values or omits columns.
     rows: list[dict[str, Any]] = data.with_format(None).to_list()
     for column, feature in data.features.items():
         if not isinstance(feature, ClassLabel):
@@ -285,8 +284,8 @@ def _saved_rows(folder: Path) -> list[dict[str, Any]]:
 def _parquet_rows(file: Path) -> list[dict[str, Any]]:
     from pyarrow import parquet  # pyright: ignore[reportMissingImports] -- optional
 
-    # pandas is not used, because it converts integers to floats if a value is missing. An index
-    # that pandas stored is not a field, unless its name is id.
+    # pandas.read_parquet would convert integers to floats if a value is missing. If pandas wrote
+    # the file, it can have an index, which is not a field of the rows unless its name is id.
     table = parquet.read_table(file)
     index = (table.schema.pandas_metadata or {}).get("index_columns", [])
     unread = [name for name in index if isinstance(name, str) and name != "id"]
@@ -294,8 +293,8 @@ def _parquet_rows(file: Path) -> list[dict[str, Any]]:
 
 
 def _numbered_rows(file: Path) -> Iterator[tuple[int, Any]]:
-    # read_text() would change line breaks in cells. The encoding utf-8-sig skips the byte order
-    # mark that spreadsheet programs write.
+    # Bytes are read, because read_text() would change line breaks in cells. The encoding utf-8-sig
+    # skips the byte order mark that spreadsheet programs write.
     written = file.read_bytes()
     try:
         text = written.decode("utf-8-sig")
@@ -363,7 +362,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parsed_json(line: str) -> Any:
-    """Return the value of a JSON text. ``str`` of a float returns it as written, such as "1.10".
+    """Return the value of a JSON text. Floats keep their text: ``str`` returns "1.10", not "1.1".
 
     Raises:
         ValueError: If the text is not JSON, is nested too deeply, or contains a field twice, a
@@ -371,7 +370,7 @@ def parsed_json(line: str) -> Any:
     """
     try:
         value = json.loads(
-            line, object_pairs_hook=_unique, parse_constant=_Written, parse_float=_Written
+            line, object_pairs_hook=_unique, parse_constant=_JsonFloat, parse_float=_JsonFloat
         )
         if "\\u" in line:
             json.dumps(value, ensure_ascii=False).encode()
@@ -389,9 +388,9 @@ def parsed_json(line: str) -> Any:
 
 
 def as_number(value: Any) -> int | float | None:
-    """Return a finite number, given as a number or a string. Return None for any other value.
+    """Return ``value`` as a finite number, or None if it is neither a number nor a number's text.
 
-    A string must be a decimal number in Python's notation, such as "-1.5e3", or true (1) or false
+    A text must be a decimal number in Python's notation, such as "-1.5e3", or true (1) or false
     (0), in upper or lower case. Thousands separators and decimal commas are not allowed.
     """
     if isinstance(value, float):

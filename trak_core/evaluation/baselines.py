@@ -1,7 +1,7 @@
-"""Compute simpler scores and their subset sums, which are the baselines of an evaluation.
+"""Compute the baselines of an evaluation: simpler scores than those of TRAK.
 
-These scores are label equality, random numbers, inner products of gradients, and BM25 scores of
-texts. A subset sum is the sum of a target's scores over a subset of the training samples.
+The baselines are label equality, random numbers, inner products of gradients, and BM25 scores of
+texts. A *subset sum* is the sum of a target's scores over a subset of the training samples.
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ from trak_core.evaluation.subset_sums import subset_sums, weighted_sums
 
 # The seed of the random scores.
 _SEED = 0
-# The usual constants of BM25, for repeated words (k1) and for the length of a text (b).
+# The usual constants of BM25: k1 limits the effect of repeated words, and b that of a long text.
 _K1, _B = 1.2, 0.75
 
 
@@ -56,7 +56,7 @@ def bm25_scores(
 ) -> Iterator[np.ndarray]:
     """Yield the BM25 scores of all n texts for each query, shape (n,), float64.
 
-    Texts and queries are given as words. A word counts once, even if a query repeats it. Scores
+    Each text and each query is a sequence of words. A word that a query repeats counts once. Scores
     are not negative.
 
     Source: Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond", 2009,
@@ -69,7 +69,7 @@ def bm25_scores(
     for text, words in enumerate(counts):
         for word in words:
             containing.setdefault(word, []).append(text)
-    # For each word: its number, the texts that contain it, and its contribution to their scores.
+    # For each word: its number, the texts that contain it, and what it adds to their scores.
     entries: dict[str, tuple[int, np.ndarray, np.ndarray]] = {}
     for number, (word, rows) in enumerate(containing.items()):
         times = np.array([counts[text][word] for text in rows])

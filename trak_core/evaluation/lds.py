@@ -57,7 +57,10 @@ class _Sorted:
 
 
 def _correlations(a: np.ndarray, b: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return Pearson correlations of columns with mean 0. Row i counts ``counts[i]`` times."""
+    """Return the Pearson correlation of each column of ``a`` with the same column of ``b``.
+
+    Row i counts ``counts[i]`` times. With these counts, every column has the mean 0.
+    """
     # The correlation is sum_i n_i a_i b_i / sqrt(sum_i n_i a_i^2 sum_i n_i b_i^2) for counts n_i.
     weighted = a * counts[:, None]
     sizes = np.einsum("ij,ij->j", weighted, a) * np.einsum("ij,i,ij->j", b, counts, b)
@@ -70,7 +73,7 @@ def rank_correlations(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
     Both arrays have shape (rows, columns) and finite values. The result has shape (columns,),
     float64, and equals ``scipy.stats.spearmanr`` of each pair of columns. Only for a constant
-    column, the correlation is 0 instead of NaN, because such a column defines no order.
+    column, the correlation is 0 instead of NaN, because equal values have no order.
     """
     counts = np.ones(len(a))
     ranks = [_Sorted.sort(x).centred_ranks(counts) for x in (a, b)]
@@ -139,7 +142,7 @@ def bootstrap(
     return means
 
 
-# A matrix, the list of its row names and the list of its column names.
+# A matrix, the names of its rows, and the names of its columns.
 Frame = tuple[np.ndarray, list[Any], list[Any]]
 
 
@@ -161,7 +164,7 @@ class GroundTruth:
 def order_models(
     masks: Frame, outputs: Frame, train_ids: Sequence[Any], target_ids: Sequence[Any], name: object
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Check and reorder the subsets and model outputs of a file of retrained models.
+    """Check the two tables in a file of retrained models, and order them like a scores file.
 
     Rows of ``masks`` are subsets, columns are training samples, and values are 0 or 1. Rows of
     ``outputs`` are models, each named after its subset, and columns are samples, including the
@@ -198,7 +201,7 @@ def order_models(
 
 
 def _columns(frame: Frame, ids: Sequence[Any], where: str, *, has_others: bool) -> np.ndarray:
-    """Return the columns with the given ids, float64. ``has_others`` allows other columns."""
+    """Return the columns ``ids`` as float64. ``has_others`` says if other columns may exist."""
     values, _, columns = frame
     position = {column: i for i, column in enumerate(columns)}
     missing, others = [i for i in ids if i not in position], position.keys() - set(ids)
@@ -226,10 +229,10 @@ def lds_tables(
 ) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
     """Return the tables ``summary``, ``targets`` and ``checkpoints`` of an evaluation.
 
-    They contain the LDS of each method, its correlation for each target, and the LDS of scores from
-    fewer checkpoints. ``methods`` maps the key of each method to its subset sums, shape
-    (subsets, targets). The first method must be the scores. ``by_count[c]`` contains the subset
-    sums of scores from the first c checkpoints.
+    ``summary`` contains the LDS of each method, ``targets`` the correlation of each method for each
+    target, and ``checkpoints`` the LDS of scores from fewer checkpoints. ``methods`` contains the
+    subset sums of each method, shape (subsets, targets), first those of the scores. ``by_count[c]``
+    contains the subset sums of scores from the first c checkpoints.
     """
     mean = truth.outputs.mean(axis=0)
     correlations = {key: rank_correlations(sums, mean) for key, sums in methods.items()}
@@ -239,8 +242,8 @@ def lds_tables(
         correlations["noise_ceiling", "ceiling", 0] = noise_ceiling(truth.outputs)
         rows.append(-1)
     low, high = interval(drawn, axis=0)
-    # The scores are in the first column. Differences from them are computed within each draw, so
-    # that errors that are common to the two methods cancel.
+    # The first column contains the scores. Each method's difference from the scores is computed
+    # within each draw, so that errors that both have in common cancel.
     behind_low, behind_high = interval(drawn[:, :1] - drawn[:, rows], axis=0)
     lds = np.array([each.mean() for each in correlations.values()])
     summary = pd.DataFrame(list(correlations), columns=["method", "kind", "proj_dim"])
@@ -272,8 +275,8 @@ def sweep_tables(
 
     ``sweep`` contains the LDS of each setting in ``swept``, a mapping of settings to subset sums.
     The best setting is chosen by its LDS on half of the targets. ``best`` contains the LDS of this
-    setting and of the setting in the config, ``configured``, on the other half of the targets. A
-    single target is used both to choose and to report.
+    setting and of the setting in the config, ``configured``, on the other half of the targets. If
+    there is only one target, it is used both to choose and to report.
     """
     mean = truth.outputs.mean(axis=0)
     choosing = slice(0, None, 2)

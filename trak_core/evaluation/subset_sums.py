@@ -16,7 +16,7 @@ from trak_core.attribution.score_formulas import powered
 from trak_core.attribution.solve import Spectrum, mean_squared_norm, train_norm, weighted_gramians
 from trak_core.settings import Combine, Setting
 
-# A row of the table `summary`: (method, kind, proj_dim). The last is 0 without a projection.
+# The method, projection kind and dimension (0 without a projection) of a row of the summary.
 Key = tuple[str, str, int]
 
 
@@ -25,11 +25,11 @@ def _blocks(n_rows: int, block: int) -> Iterator[slice]:
 
 
 def subset_sums(masks: np.ndarray, read: ReadRows, block: int) -> np.ndarray:
-    """Return the sum of the rows in each subset, shape (S, m), float64.
+    """Return the sum of the rows of the training samples in each subset, shape (S, m), float64.
 
     ``masks`` are 1 where a subset contains a training sample, else 0, shape (S, n), float64.
-    ``read(start, stop)`` returns the rows of some training samples. It is called for ``block``
-    training samples at a time, so that not all rows are in memory.
+    ``read(start, stop)`` returns the rows of some training samples, shape (stop - start, m). Each
+    call reads ``block`` rows, so that the rows of all samples need not fit into memory.
     """
     total = np.zeros(())
     for own in _blocks(masks.shape[1], block):
@@ -63,7 +63,7 @@ class CheckpointRows:
 def average_weights(
     settings: Iterable[Setting], loss_weights: Sequence[np.ndarray]
 ) -> dict[float, np.ndarray]:
-    """Return loss weights to each power in the settings, averaged over checkpoints."""
+    """Return loss weights to the power p, averaged over checkpoints, for each p in ``settings``."""
     powers = sorted({setting.loss_weight_power for setting in settings})
     return {p: np.mean([powered(q, p) for q in loss_weights], axis=0) for p in powers}
 
@@ -72,9 +72,9 @@ def average_weights(
 class FeaturePass:
     """Settings whose subset sums are computed together, so that features are read only once.
 
-    Sums are computed over ``checkpoints``. All settings use the same ``weighting`` of the normal
+    All settings use the scores of the same ``checkpoints`` and the same ``weighting`` of the normal
     matrix. If ``unit_dim`` is not None, only the first ``unit_dim`` numbers of each feature vector
-    are used, and the vector is divided by its length.
+    are used, and the shortened vector is divided by its length.
     """
 
     settings: Sequence[Setting]
@@ -91,8 +91,8 @@ def setting_sums(
 ) -> dict[Setting, np.ndarray]:
     """Return the contribution of one checkpoint to the subset sums of each setting, shape (S, m).
 
-    The sum of the contributions of all checkpoints is the subset sum of the scores times the number
-    of checkpoints. The ranks of subsets are the same without this factor. ``subset_sums`` describes
+    The contributions of all checkpoints add up to the subset sums of the scores, times the number
+    of checkpoints. This factor does not change the ranks of subsets. ``subset_sums`` describes
     ``masks``, and ``averages`` is the result of ``average_weights`` for all checkpoints.
 
     Source: docs/explanation/scores.md, "The formula".

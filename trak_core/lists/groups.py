@@ -11,15 +11,15 @@ from trak_core.attribution.fitted_checkpoint import Part, ReadRows
 from trak_core.attribution.score_formulas import powered
 from trak_core.config.memory_needs import GroupsNeed
 from trak_core.errors import InputError
-from trak_core.evaluation.intervals import Chance, expanded
+from trak_core.evaluation.intervals import Variances, rescaled_intervals
 from trak_core.runtime.progress import blocks_with_progress
 from trak_core.settings import Combine, ScoresSpec
 
-# The number of bootstrap draws of runs, and of draws of samples for each draw of runs.
+# The bootstrap draws the runs 100 times, and for each of these draws, the samples 10 times.
 RUN_DRAWS, SAMPLE_DRAWS = 100, 10
 N_DRAWS = RUN_DRAWS * SAMPLE_DRAWS
 _MAX_GROUPS = 100
-# Training samples can always be grouped by these columns, which every table of scores has.
+# The columns of training samples that exist for every study, so samples can be grouped by them.
 _TABLE_COLUMNS = ("label", "prediction")
 
 
@@ -56,9 +56,9 @@ class Grouping:
 
 
 def check_groups(group_by: Iterable[str], study_columns: pd.DataFrame) -> None:
-    """Check that training samples can be grouped by the columns ``group_by``.
+    """Raise an error if training samples cannot be grouped by one of the columns ``group_by``.
 
-    ``study_columns`` contains the columns that the study returns for its training samples.
+    ``study_columns`` are the columns that the study's train_columns() returns.
     """
     for name in group_by:
         if name in study_columns:
@@ -66,8 +66,8 @@ def check_groups(group_by: Iterable[str], study_columns: pd.DataFrame) -> None:
         elif name not in _TABLE_COLUMNS:
             known = ", ".join([*_TABLE_COLUMNS, *study_columns])
             raise InputError(
-                f"groups must name columns of the training samples: {known}. Found {name}. More "
-                "columns can be returned by the study's train_columns().",
+                f"groups must name columns of the training samples: {known}. Found {name}. To add "
+                "a column, return it from the study's train_columns().",
                 code="scoring.no_group_column",
             )
 
@@ -75,9 +75,9 @@ def check_groups(group_by: Iterable[str], study_columns: pd.DataFrame) -> None:
 def run_weights(runs: Sequence[int]) -> np.ndarray:
     """Return the weights of C checkpoints in bootstrap draws of runs, shape (RUN_DRAWS + 1, C).
 
-    The weight of a checkpoint is the number of times that its run is drawn, with replacement. The
-    first row has only weights of 1, for scores without resampling. ``runs`` contains, for each
-    checkpoint, the number of its run, starting from 0.
+    The weight of a checkpoint is the number of times that its run is drawn, with replacement. All
+    weights in the first row are 1, which gives scores without resampling. ``runs`` contains, for
+    each checkpoint, the number of its run, starting from 0.
     """
     n_runs = max(runs) + 1
     draws = np.random.default_rng(0).multinomial(n_runs, np.full(n_runs, 1 / n_runs), RUN_DRAWS)
@@ -91,7 +91,7 @@ class GroupSums:
     bootstrap draw, shape (groups, draws, m). In a draw, each sample has a random weight from a
     Poisson distribution with mean 1, which is used for all targets and runs. All groups use the
     same draws of runs, so two groups can be compared within each draw. Blocks must be added in the
-    order of the samples. Their size does not change the sums, except for float64 rounding.
+    order of the samples. The size of blocks does not change the sums, except for rounding.
 
     Source: Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 6; Hanley and
         MacGibbon, "Creating non-parametric bootstrap samples using Poisson frequencies", 2006.
@@ -120,9 +120,9 @@ class GroupSums:
             similarities: For each of C checkpoints, the similarities of the samples to the targets
                 (A_c in docs/explanation/scores.md), shape (C, rows, m).
             loss_weights: The loss weights to the configured power, shape (C, rows).
-            norms: The norms ||B_c|| by which scores are divided for ``unit_average``, else ones.
-            groups: For each column, the number of each sample's group, shape (rows,). Groups of
-                different columns have different numbers.
+            norms: The norm ||B_c|| of each checkpoint for ``unit_average``, else ones.
+            groups: For each grouping column, the number of each sample's group, shape (rows,).
+                Groups of different columns have different numbers.
         """
         # Let v_c be the weights of checkpoints in a draw, V their sum, and Q_c the loss weights.
         # The score of sample i is (sum_c v_c A_c[i] / V) (sum_c v_c Q_c[i] / V) for
@@ -157,46 +157,46 @@ class GroupSums:
             return self.drawn / self.counts[:, :, None]
 
 
-def chance_of_samples(draws: np.ndarray, sizes: np.ndarray | int) -> Chance:
-    """Return the variances of group means that come from the choice of samples, shape (...).
+def sample_variances(draws: np.ndarray, sizes: np.ndarray | int) -> Variances:
+    """Return how much group means vary because training samples are a random choice, shape (...).
 
-    ``draws`` contains the bootstrap draws of group means, shape (..., N_DRAWS), or NaN for draws
-    without samples of the group. Variances between draws with the same runs are multiplied by
-    size / (size - 1), with the numbers of samples ``sizes``, shape (...), so that they are not
-    biased. A group of one sample has the variance 0.
+    ``draws`` contains bootstrap draws of the group means, shape (..., N_DRAWS), with NaN for draws
+    without samples of the group. ``sizes`` contains the numbers of samples, shape (...). The
+    variance between draws with the same runs is multiplied by size / (size - 1), which removes its
+    bias. A group of one sample has the variance 0.
     """
     variance = _within_runs(draws) * sizes / np.maximum(np.subtract(sizes, 1), 1)
-    return Chance(variance, np.broadcast_to(np.subtract(sizes, 1.0), variance.shape))
+    return Variances(variance, np.broadcast_to(np.subtract(sizes, 1.0), variance.shape))
 
 
 def group_interval(
-    draws: np.ndarray, means: np.ndarray, samples: Chance, n_runs: int
+    draws: np.ndarray, means: np.ndarray, samples: Variances, n_runs: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return confidence intervals of group means, or of differences between group means.
 
     ``draws`` are bootstrap draws of ``means``, with shape (..., N_DRAWS). The other arrays have
-    shape (...). ``samples`` are the variances that come from the choice of samples. If there are at
-    least two runs, the variances between runs are added.
+    shape (...). ``samples`` is the result of ``sample_variances``. If there are at least two runs,
+    the variances between runs are added.
     """
     if n_runs > 1:
-        # The mean over the SAMPLE_DRAWS draws with the same runs still varies with these draws.
-        # This variance is subtracted, so that only the variance between runs remains. For R runs,
-        # the factor R / (R - 1) makes the variance of the bootstrap unbiased.
+        # A mean over SAMPLE_DRAWS draws with the same runs still contains the randomness of the
+        # drawn samples. Its variance is subtracted, so that only the variance between runs remains.
+        # For R runs, the factor R / (R - 1) makes the variance of the bootstrap unbiased.
         remainder = _within_runs(draws) / SAMPLE_DRAWS
         runs = np.maximum(np.nanvar(_run_means(draws), axis=-1, ddof=1) - remainder, 0)
-        samples += Chance(runs * n_runs / (n_runs - 1), np.full(runs.shape, n_runs - 1.0))
-    return expanded(draws, means, samples)
+        samples += Variances(runs * n_runs / (n_runs - 1), np.full(runs.shape, n_runs - 1.0))
+    return rescaled_intervals(draws, means, samples)
 
 
 def _within_runs(draws: np.ndarray) -> np.ndarray:
-    """Return the variance between bootstrap draws that use the same runs, shape (...)."""
+    """Return the variance between the bootstrap draws that use the same runs, ignoring NaN."""
     centred = _by_run(draws) - _run_means(draws)[..., None]
     freedom = (np.isfinite(centred).sum(axis=-1) - 1).clip(0).sum(axis=-1)
     return np.nansum(centred**2, axis=(-1, -2)) / np.maximum(freedom, 1)
 
 
 def _run_means(draws: np.ndarray) -> np.ndarray:
-    """Return means over the draws that use the same runs, ignoring NaN: (..., RUN_DRAWS)."""
+    """Return the means of the bootstrap draws that use the same runs, ignoring NaN."""
     counts = np.isfinite(_by_run(draws)).sum(axis=-1)
     total = np.nansum(_by_run(draws), axis=-1)
     return np.where(counts > 0, total / np.maximum(counts, 1), np.nan)
@@ -216,8 +216,9 @@ def sums_of_groups(
 ) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray]]:
     """Return sums of scores over groups of training samples, with bootstrap draws and intervals.
 
-    Targets are processed in blocks that fit in memory. Scores of target j are multiplied by
-    ``improves[j]``, shape (m,), so that positive scores help.
+    ``parts`` contains the data of each checkpoint, and ``rows`` a function that reads its
+    similarities. Targets are processed in blocks that fit in memory. Scores of target j are
+    multiplied by ``improves[j]``, which is 1 or -1, so that positive scores help.
 
     Returns:
         The sums of scores for each target, shape (groups, m); bootstrap draws of the group means
@@ -257,8 +258,8 @@ def sums_of_groups(
         plain[:, own] = sums.plain
         for group, size in enumerate(group_sizes):
             draws = means[group].T
-            chance = chance_of_samples(draws, size)
-            low, high = group_interval(draws, sums.plain[group] / size, chance, len(spec.runs))
+            variances = sample_variances(draws, size)
+            low, high = group_interval(draws, sums.plain[group] / size, variances, len(spec.runs))
             ends[0][group, own], ends[1][group, own] = low, high
         drawn += means.sum(axis=2)
     return plain, drawn / n_targets, ends
@@ -274,18 +275,19 @@ def group_tables(
 ) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
     """Return the tables ``groups``, ``targets`` and ``differences`` of an artifact.
 
-    They contain the sums and means of each group over all targets, the same numbers for each
-    target, and the differences between the means of two groups of a column. The last table is empty
-    if no column has two groups. ``plain``, ``drawn`` and ``ends`` are the results of
-    ``sums_of_groups``, whose first axis contains the groups of all columns in order.
+    ``groups`` contains the sum and the mean of the scores in each group, over all targets.
+    ``targets`` contains these numbers for each target. ``differences`` contains the differences
+    between the means of any two groups of a column, and is empty if no column has two groups.
+    ``plain``, ``drawn`` and ``ends`` are the results of ``sums_of_groups``, whose first axis
+    contains the groups of all columns in order.
     """
     groups, differences, first = [], [], 0
     for grouping in groupings:
         sizes = np.bincount(grouping.numbers, minlength=len(grouping.names))
         own = slice(first, first + len(grouping.names))
         means, draws = plain[own].mean(axis=1) / sizes, drawn[own]
-        chances = chance_of_samples(draws, sizes)
-        low, high = group_interval(draws, means, chances, n_runs)
+        variances = sample_variances(draws, sizes)
+        low, high = group_interval(draws, means, variances, n_runs)
         of_column = {"column": grouping.column, "group": grouping.names, "n": sizes}
         columns = {"sum": means * sizes, "mean": means, "low": low, "high": high}
         groups.append(pd.DataFrame({**of_column, **columns}))
@@ -294,8 +296,8 @@ def group_tables(
         for i in range(len(names) - 1):
             others = slice(i + 1, None)
             difference = means[i] - means[others]
-            chance = chances.part(i) + chances.part(others)
-            low, high = group_interval(draws[i] - draws[others], difference, chance, n_runs)
+            samples = variances.select(i) + variances.select(others)
+            low, high = group_interval(draws[i] - draws[others], difference, samples, n_runs)
             pairs = {"column": grouping.column, "group": names[i], "other": names[others]}
             pairs |= {"difference": difference, "low": low, "high": high}
             differences.append(pd.DataFrame(pairs))

@@ -1,4 +1,4 @@
-"""Rank training samples by harm, by help or by how likely their label is wrong, and find copies."""
+"""Rank training samples by harm, by help or by how likely their labels are wrong. Find copies."""
 
 import numpy as np
 import pandas as pd
@@ -6,20 +6,20 @@ import pandas as pd
 from trak_core.artifacts import Rows
 from trak_core.attribution.score_formulas import Extremes, largest, unit_rows
 
-# The nearest of _NEIGHBOURS samples is a copy if its closeness is at least _CLOSE.
-_NEIGHBOURS, _CLOSE = 5, 0.9
-# Cosine distances below this number can be rounding errors, because features are float32.
-_SAME = 1e-5
+# A sample is a copy if it is much nearer than the fifth nearest sample. See ``copies``.
+_N_NEIGHBOURS, _MIN_CLOSENESS = 5, 0.9
+# Features are float32, so smaller cosine distances can be rounding errors and count as 0.
+_MIN_DISTANCE = 1e-5
 
-# With fewer targets, the order of the suspects can depend much on which targets were chosen.
+# With fewer targets, the order of the suspects depends strongly on which targets were chosen.
 ENOUGH_TARGETS = 100
 
 
-def _ranked(train: pd.DataFrame, order: np.ndarray, *names: str) -> pd.DataFrame:
-    """Return rows of a table in the given order, with their rank. ``names`` come first."""
+def _ranked(train: pd.DataFrame, order: np.ndarray, *first_columns: str) -> pd.DataFrame:
+    """Return the rows ``order`` of a table. Add a column ``rank``, and put some columns first."""
     rows = train.iloc[order].reset_index(drop=True)
     rows["rank"] = np.arange(1, len(rows) + 1)
-    first = ["id", "rank", *(name for name in names if name in rows)]
+    first = ["id", "rank", *(name for name in first_columns if name in rows)]
     return rows[[*first, *(name for name in rows if name not in first)]]
 
 
@@ -57,10 +57,10 @@ def best_in_turn(
 ) -> pd.DataFrame:
     """Return the most helpful ``fraction`` of the training samples, which targets choose in turn.
 
-    In each turn, a target chooses the sample with the largest score for it among its remaining top
-    influences. Therefore all kinds of targets are helped, whereas the samples with the largest help
-    minus harm can be very similar. When no target has samples left to choose, the other samples
-    follow in the order of help minus harm.
+    In each turn, every target chooses the best of its top influences that no target has chosen.
+    The result therefore helps all kinds of targets, whereas the samples with the largest help minus
+    harm can be very similar to each other. When no target has influences left to choose, the
+    remaining samples follow in the order of help minus harm.
 
     The two tables are from a scores file in which a positive score means that a sample improves the
     target. The number of samples is rounded up. The columns are those of ``most_harmful``.
@@ -84,12 +84,13 @@ def best_in_turn(
 
 
 def most_consistent(train: pd.DataFrame, fraction: float) -> pd.DataFrame:
-    """Return a ``fraction`` of the training samples, by the largest (help - harm) / (help + harm).
+    """Return the ``fraction`` of the training samples with the largest ratio of help to harm.
 
-    This list is for regression, where some predictions are too low and others are too high. A
-    training label that is much too large helps the targets with low predictions most, but harms the
-    others as much. The ratio does not depend on the size of this error, so such a sample is not
-    preferred. Arguments and columns are those of ``best_in_turn``.
+    Samples are ranked by (help - harm) / (help + harm). This list is for regression, where some
+    predictions are too low and others are too high. A training label that is much too large helps
+    the targets with low predictions most, but harms the others as much. The ratio does not grow
+    with the error of the label, so such a sample is not preferred. The columns are those of
+    ``most_harmful``.
     """
     score = _help_minus_harm(train)
     size = train["help"].to_numpy(np.float64) + train["harm"].to_numpy(np.float64)
@@ -108,24 +109,24 @@ def _by_score(train: pd.DataFrame, order: np.ndarray, score: np.ndarray) -> pd.D
 
 
 def nearest(
-    features: Rows | np.ndarray, others: np.ndarray, *, block: int, first: int | None = None
+    features: Rows | np.ndarray, queries: np.ndarray, *, block: int, first: int | None = None
 ) -> Extremes:
-    """Return the five rows of ``features`` with the largest cosine to each row of ``others``.
+    """Return the five rows of ``features`` with the largest cosine to each row of ``queries``.
 
-    ``features`` have shape (n, k), of which ``block`` rows are read at a time, and ``others`` have
-    shape (m, k). If ``others`` are rows of ``features`` themselves, ``first`` is the number of the
-    first of them, and no row is returned as its own neighbour. The results have shape (5, m), or
-    (n, m) if n is less than 5.
+    ``features`` have shape (n, k) and ``queries`` have shape (m, k). The results have shape (5, m),
+    or (n, m) if n is less than 5. ``block`` rows of ``features`` are read at a time. If ``queries``
+    are consecutive rows of ``features``, ``first`` is the number of the first of these rows, and no
+    row is returned as its own neighbour.
     """
-    unit = unit_rows(others).T.astype(np.float32)
+    unit = unit_rows(queries).T.astype(np.float32)
     extremes: Extremes | None = None
     for start in range(0, len(features), block):
         cosines = unit_rows(features[start : start + block]).astype(np.float32) @ unit
         if first is not None:
             stop = start + len(cosines)
-            own = np.arange(max(start, first), min(stop, first + others.shape[0]))
-            cosines[own - start, own - first] = -np.inf
-        extremes = largest(extremes, start, cosines, _NEIGHBOURS)
+            rows = np.arange(max(start, first), min(stop, first + len(queries)))
+            cosines[rows - start, rows - first] = -np.inf
+        extremes = largest(extremes, start, cosines, _N_NEIGHBOURS)
     assert extremes is not None
     return extremes
 
@@ -133,10 +134,10 @@ def nearest(
 def copies(
     neighbours: Extremes, same_id: np.ndarray | int = -1
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return samples that have a copy, the rows of the copies, their cosines and closeness.
+    """Return the numbers of samples that have a copy, and the copies' rows, cosines and closeness.
 
-    ``neighbours`` is the result of ``nearest``. Let d_i be the distance of a sample to its i-th
-    nearest row, 1 minus the cosine. The nearest row is a copy of the sample if its closeness,
+    ``neighbours`` is the result of ``nearest`` for the samples. Let d_i be the cosine distance of a
+    sample to its i-th nearest row. The nearest row is a copy of the sample if its closeness,
     1 - d_1 / d_5, is at least 0.9.
 
     ``same_id`` contains, for each sample, the row with the same id and label, or -1. If the
@@ -144,11 +145,11 @@ def copies(
     ids are not enough, because training samples and targets may both be numbered from 0.
     """
     cosines = np.minimum(neighbours.scores.astype(np.float64), 1)
-    # Rows that are not neighbours have the cosine -inf, and there may be fewer than five rows.
+    # A sample can have fewer than five neighbours. Entries without a neighbour are -inf.
     last = np.isfinite(cosines).sum(axis=0) - 1
     farthest = np.take_along_axis(cosines, np.maximum(last, 0)[None], axis=0)[0]
-    distance = 1 - cosines[0]
-    closeness = np.where(distance < _SAME, 1.0, 1 - distance / np.maximum(1 - farthest, _SAME))
-    is_row = ((neighbours.rows == same_id) & (1 - cosines < _SAME)).any(axis=0)
-    pairs = np.flatnonzero((last >= 0) & (closeness >= _CLOSE) & ~is_row)
+    distance, spread = 1 - cosines[0], np.maximum(1 - farthest, _MIN_DISTANCE)
+    closeness = np.where(distance < _MIN_DISTANCE, 1.0, 1 - distance / spread)
+    is_itself = ((neighbours.rows == same_id) & (1 - cosines < _MIN_DISTANCE)).any(axis=0)
+    pairs = np.flatnonzero((last >= 0) & (closeness >= _MIN_CLOSENESS) & ~is_itself)
     return pairs, neighbours.rows[0, pairs], cosines[0, pairs], closeness[pairs]

@@ -94,7 +94,7 @@ def chat_texts(
             code="studies.chat_roles",
         )
     messages = [*prompt, *answer]
-    for message in messages:  # Templates write nothing or "None" for a message without text.
+    for message in messages:  # For a message without text, templates write nothing or "None".
         if message.get("content") is None and not message.get("tool_calls"):
             raise InputError(
                 "A message must have its text in `content`, or have `tool_calls`. Found a message "
@@ -184,8 +184,8 @@ def _dated(template: str, date: str | None) -> str:
         ) from error
     if day is not None:
         template = _TODAY.sub(lambda call: repr(day.strftime(call[2])), template)
-    # This macro hides transformers' function of the same name. It raises an error if the template
-    # makes a call that was not replaced above.
+    # This macro replaces transformers' function of the same name. It raises an error for calls in
+    # the template that were not replaced above.
     fails = f"{{{{ raise_exception({_NO_DATE!r}) }}}}"
     macro = f"{{% macro strftime_now(format) %}}{fails}{{% endmacro %}}"
     return f"{macro}\n{template}"

@@ -29,7 +29,7 @@ from trak_core.study.sample_columns import columns_from
 _SUFFIXES = frozenset({
     *(".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 })
-# Folders of a data set's splits, which are not classes.
+# Names of folders that contain splits of a data set. Such folders are not classes.
 _SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing", "eval"}
 
 
@@ -75,7 +75,7 @@ def image_folder(
             f"with the number of images of each, are {listed(sizes)}. If the model has other "
             "classes, correct the labels, or list its classes in `classes` of study_arguments."
         )
-    prepared = function_at(transform, "transform") if transform else _as_is
+    prepared = function_at(transform, "transform") if transform else _scaled_pixels
 
     def sample(row: Mapping[str, Any]) -> RowSample:
         name = str(field(row, "label"))
@@ -118,7 +118,7 @@ def image_folder(
         return RowSample.of(
             row,
             (pixels, torch.tensor(numbers[name])),
-            partial(_opened, Path(row["path"]).absolute()),
+            partial(_read_image, Path(row["path"]).absolute()),
         )
 
     def as_read(sample: tuple[Tensor, Tensor]) -> str:
@@ -153,7 +153,7 @@ def image_folder(
 
 
 def _network(model: str, n_classes: int) -> nn.Module:
-    """Return the network with this name, or from this ``file.py:function``, with random weights."""
+    """Return the network that the argument ``model`` of ``image_folder`` specifies."""
     if ":" in model or model.endswith(".py"):
         return function_at(model, "model")(n_classes)
     library, _, name = model.rpartition("/")
@@ -191,7 +191,7 @@ def _class_names(rows: RowFile) -> list[str]:
                 f"{rows.place(index)}: a label must be a text or a number. Found {label!r}.",
                 code="studies.label",
             )
-    if rows.numbers:  # The rows are from a table. Names of folders are always texts.
+    if rows.numbers:  # A table can have integers as labels. Names of folders are always texts.
         numbers = [as_number(label) for label in labels]
         known = [number for number in map(class_number, labels) if number is not None]
         if len(known) == len(labels):
@@ -225,8 +225,8 @@ def _notice_other_order(names: list[str]) -> None:
 def _rows(images: Path) -> RowFile:
     """Return a row with the path, label and id of each image in a folder or a table.
 
-    As in torchvision's ``ImageFolder``, files are images if they have one of its endings. Unlike
-    there, hidden files are skipped. If images or visible files are skipped, a notice is printed.
+    Files are images if they have an ending that torchvision's ``ImageFolder`` accepts. Unlike in
+    ``ImageFolder``, hidden files are skipped. A notice lists skipped images and visible files.
     """
     if images.is_dir():
         inside = [path.relative_to(images) for path in sorted(images.glob("**/*"))]
@@ -266,7 +266,7 @@ def _rows(images: Path) -> RowFile:
         empty = {p.parts[0] for p in shown} - classes - {p.name for p in unread}
         if empty:
             notice(
-                f"{images} contains folders without images, which are no classes: "
+                f"{images} contains folders without images, which do not become classes: "
                 f"{listed(sorted(empty))}."
             )
         entries = [
@@ -279,12 +279,12 @@ def _rows(images: Path) -> RowFile:
     return replace(rows, rows=[*entries])
 
 
-def _opened(path: Path) -> Any:
+def _read_image(path: Path) -> Any:
     from PIL import Image
 
     with Image.open(path) as image:
         return image.convert("RGB")
 
 
-def _as_is(image: Any) -> Tensor:
+def _scaled_pixels(image: Any) -> Tensor:
     return torch.from_numpy(np.array(image)).movedim(-1, 0) / 255

@@ -153,13 +153,13 @@ def language_model(
         tokens = tokenizer(
             whole,
             return_offsets_mapping=True,
-            add_special_tokens=not is_chat,  # A chat template has written them.
+            add_special_tokens=not is_chat,  # The chat template has written them already.
             truncation=max_tokens is not None,
             max_length=max_tokens,
         )
         ids, offsets = tokens["input_ids"], tokens["offset_mapping"]
         if ids[:2] == [tokenizer.bos_token_id] * 2 and whole.startswith(tokenizer.bos_token):
-            ids, offsets = ids[1:], offsets[1:]  # The text has its own start token.
+            ids, offsets = ids[1:], offsets[1:]  # The text itself begins with a start token.
         if max_tokens is None and context is not None and len(ids) > context:
             raise InputError(
                 f"A text must fit into the model's context of {context} tokens. Found {len(ids)} "
@@ -183,7 +183,7 @@ def language_model(
         return {"input_ids": input_ids, "labels": labels}
 
     def has_empty_text(row: Mapping[str, Any]) -> bool:
-        """Return whether a row's text to explain is empty, except for what the template adds."""
+        """Return whether the fields of a row that contain the text to explain are all empty."""
         is_chat = text is None and row.get("messages") is not None
         given = [row.get(name) for name in (["messages"] if is_chat else used_by(template))]
         lasts = [messages[-1] if (messages := messages_in(value)) else value for value in given]
@@ -210,7 +210,7 @@ def language_model(
         return encoder(sample, rows[0], sorted(used_by(prompt, template)))(**row)
 
     def has_earlier_answers(row: Mapping[str, Any]) -> bool:
-        """Return whether only the last of several messages of the assistant is explained."""
+        """Return whether a row has messages of the assistant before the one to explain."""
         is_chat = text is None and row.get("messages") is not None
         has_prompt = row.get("prompt") is not None if prompt is None else bool(prompt)
         field = "messages" if is_chat else "" if has_prompt else _only_field(template)
@@ -324,9 +324,9 @@ def _refuse_near_prompt(names: Sequence[str]) -> None:
 
 
 def _runs_on(before: str, after: str) -> bool:
-    """Return whether two texts, if joined, would run two words or numbers together.
+    """Return whether the last word of a text would merge with the first word of the next text.
 
-    Only scripts with capital letters are recognized. Others may have no spaces between words.
+    Only scripts with capital letters are checked, because others may have no spaces between words.
     """
     ends = before[-1:], after[:1]
     return all(end and unicodedata.category(end) in {"Lu", "Ll", "Nd"} for end in ends)
@@ -362,7 +362,7 @@ def _base(folder: Path) -> str | None:
 
 
 def _tokenizer_source(folder: Path) -> str:
-    """Return the tokenizer's folder: ``folder``, its parent, or that of an adapter's base model."""
+    """Return the folder of the tokenizer: ``folder``, its parent, or an adapter's base model."""
     for path in (folder, folder.parent):
         if (path / "tokenizer_config.json").is_file():
             return str(path)

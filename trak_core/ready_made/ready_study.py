@@ -58,9 +58,9 @@ UNKNOWN_LABEL = (
 
 @cache
 def notice(text: str) -> None:
-    """Print a notice, once in each process, to standard error: `trak ask` prints answers to stdout.
+    """Print a notice to standard error, because ``trak ask`` prints answers to standard output.
 
-    A run reads the same study several times.
+    A notice is printed once, although a process can read the same study several times.
     """
     print(f"Notice: {text}", file=sys.stderr, flush=True)
 
@@ -71,7 +71,7 @@ def encoder(
     names: Iterable[str],
     class_field: str | None = None,
 ) -> Callable[..., Any]:
-    """Return a function ``encode`` that checks the fields of a line and converts it to a sample.
+    """Return a study's function ``encode``, which converts the fields of a line to a sample.
 
     The line must have the fields ``names``. If there is only one name, the line may have a field
     ``text`` in its place, because ``trak ask`` puts plain text there. The function ``sample``
@@ -98,9 +98,9 @@ def encoder(
 
 
 def config_folder(weights: Path, *names: str) -> Path:
-    """Return ``weights`` if it contains a file with one of ``names``.
+    """Return ``weights`` if it contains a file with one of ``names``, else a Trainer's checkpoint.
 
-    If it contains none, return the last of a Trainer's folders ``checkpoint-<step>`` with one.
+    This is the last folder ``checkpoint-<step>`` in ``weights`` that contains such a file.
     """
     saved = sorted(weights.glob("checkpoint-*"), key=lambda path: (len(path.name), path.name))
     for folder in (weights, *reversed(saved)):

@@ -21,7 +21,7 @@ from trak_core.ready_made.ready_study import (
 )
 from trak_core.study.sample_columns import columns_from
 
-# A whole number of four to six digits with a point between thousands, and one without a point.
+# Numbers such as 12.345, in which the point may separate thousands, and numbers such as 345.
 _POINTED, _PLAIN = re.compile(r"[+-]?[1-9][0-9]{0,2}\.[0-9]{3}"), re.compile(r"[+-]?[0-9]{1,3}")
 
 
@@ -139,7 +139,7 @@ def tabular(
     def describe(sample: tuple[Tensor, Tensor]) -> str:
         if not isinstance(sample, RowSample):
             return as_read(sample)
-        # Pages of rows without ids show where rows are, because their ids are counted from 0.
+        # Rows without a field id have the ids 0, 1, ... Their lines are easier to find in the file.
         place = "" if "id" in sample.row or not sample.place else f"{sample.place}: "
         return place + ", ".join(f"{name} {sample.row[name]}" for name in names)
 

@@ -1,4 +1,4 @@
-"""Show samples as the model reads them, and compare their format with that of training samples."""
+"""Show a model's input for a sample, and find tokens of training samples that the sample lacks."""
 
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
@@ -10,21 +10,21 @@ from trak_core.study.dataset_split import Split
 from trak_core.study.show_samples import shown_tokens
 from trak_core.study.study import Study, beginning_and_end
 
-# To find the tokens that training samples share, 16 samples are read. At least 8 of them must be
-# different, because equal samples share all tokens.
-_READ, _DIFFERENT = 16, 8
+# 16 training samples are read to find the tokens with which all of them begin or end. At least 8
+# of them must be different, because equal samples share all of their tokens.
+_N_READ, _MIN_DIFFERENT = 16, 8
 
 
 def lines_as_read(study: Study, split: Split, subject: str, train: Split | None) -> list[str]:
-    """Return a line that shows a split's first sample, and notices on its format.
+    """Return a line with the model's input for a split's first sample, and notices about it.
 
-    A notice says that the samples in ``train`` begin or end with tokens that the sample lacks.
-    ``subject`` names the sample. The list is empty if the study does not define ``as_read``.
+    A notice says that training samples (``train``) begin or end with tokens that the sample lacks.
+    The line calls the sample ``subject``. Without the study's ``as_read``, the list is empty.
     """
     text = study.first_as_read(split)
     if not text:
         return []
-    differences = {} if train is None or train is split else lacking(study, train, split)
+    differences = {} if train is None or train is split else missing_tokens(study, train, split)
     return [
         f"{subject}, {split.ids[0]}, as the model reads it: {text}",
         *(
@@ -35,21 +35,21 @@ def lines_as_read(study: Study, split: Split, subject: str, train: Split | None)
     ]
 
 
-def lacking(study: Study, train: Split, asked: Split) -> dict[str, str]:
-    """Return the tokens with which training samples begin or end, but a sample to explain does not.
+def missing_tokens(study: Study, train: Split, targets: Split) -> dict[str, str]:
+    """Return the tokens with which all training samples, but not the first target, begin or end.
 
-    16 training samples, spread over ``train``, are compared with the first sample in ``asked``. If
-    fewer than 8 of them are different, the result is empty.
+    16 training samples, spread over ``train``, are read. If fewer than 8 of them are different, the
+    result is empty.
 
     Returns:
         The text of the missing first tokens under "begin with", and of the missing last tokens
         under "end with". The dict is empty if samples have no ``input_ids``.
     """
-    numbers = _input_ids(asked, 0)
+    numbers = _input_ids(targets, 0)
     last = len(train.ids) - 1
-    read = [i * last // (_READ - 1) for i in range(_READ)] if numbers else []
+    read = [i * last // (_N_READ - 1) for i in range(_N_READ)] if numbers else []
     rows = {tuple(_input_ids(train, row)): row for row in read}
-    if len(rows) < _DIFFERENT or () in rows:
+    if len(rows) < _MIN_DIFFERENT or () in rows:
         return {}
     (first, row), n = next(iter(rows.items())), _n_common([*rows])
     sample = train.sample(row)
@@ -66,7 +66,7 @@ def lacking(study: Study, train: Split, asked: Split) -> dict[str, str]:
 
 
 def _n_common(sequences: Sequence[Sequence[int]]) -> int:
-    """Return the number of entries at the beginning that are equal in all sequences."""
+    """Return the length of the longest beginning that all sequences have in common."""
     places = takewhile(lambda entries: len({*entries}) == 1, zip(*sequences, strict=False))
     return sum(1 for _ in places)
 

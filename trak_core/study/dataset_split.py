@@ -40,7 +40,7 @@ class Split:
         """Return the samples with these ids, in the order of ``ids``, which must be distinct."""
         position = {sample_id: i for i, sample_id in enumerate(self.ids)}
         counts = Counter(ids)
-        # True equals 1, and would select the sample with the id 1.
+        # A bool is refused, because True equals 1 and would select the sample with the id 1.
         wrong = [i for i in ids if i not in position or isinstance(i, bool) or counts[i] > 1]
         if wrong:
             raise InputError(
@@ -49,11 +49,15 @@ class Split:
                 f"data have {len(position)} ids, such as {self.ids[0]!r} and {self.ids[-1]!r}.",
                 code="study.no_target",
             )
-        rows = [position[i] for i in ids]
-        return Split(Subset(self.samples, rows), list(ids))  # pyright: ignore[reportArgumentType]
+        return self.select([position[i] for i in ids])
+
+    def select(self, rows: Sequence[int]) -> "Split":
+        """Return the samples with the indices ``rows``, in the order of ``rows``."""
+        ids: Any = [self.ids[row] for row in rows]
+        return Split(Subset(self.samples, rows), ids)
 
     def sample(self, row: int) -> Any:
-        """Return the sample in a row. An error in the user's code is raised as an InputError."""
+        """Return sample number ``row``. An error in the user's code is raised as an InputError."""
         with users_code(f"reading sample {self.ids[row]}"):
             return self.samples[row]
 
@@ -90,9 +94,13 @@ def _entries(sample: Any) -> dict[str, Any]:
 
 
 def _stacked(parts: Sequence[Any], name: str) -> Tensor:
-    """Stack one entry of several samples, given as tensors, arrays, numbers or lists of numbers."""
+    """Return one tensor with the values of an entry in several samples.
+
+    Values are tensors, arrays, numbers or lists of numbers. ``name`` is the entry, for messages.
+    """
     try:
-        # default_collate would transpose lists, and convert tensors of different types to one type.
+        # Lists become tensors and dtypes are compared, because default_collate would transpose
+        # lists, and would convert tensors of different dtypes to one dtype.
         tensors = [torch.as_tensor(p) if isinstance(p, list | np.ndarray) else p for p in parts]
         dtypes = {str(p.dtype) for p in tensors if isinstance(p, Tensor)}
         if len(dtypes) > 1:
@@ -125,7 +133,7 @@ def users_code(call: str) -> Generator[None, None, None]:
     except (Exception, SystemExit) as error:
         if caused_by_out_of_memory(error) or disk_full_reason(error):
             raise
-        # Leave out the frames of this function and of its caller.
+        # The first two frames are this function and its caller, which are not the user's code.
         frames = traceback.extract_tb(error.__traceback__)[2:]
         shown = [f for f in frames if not f.filename.startswith("<frozen importlib")]
         raise InputError(
@@ -140,8 +148,8 @@ def _is_number(sample_id: Any) -> bool:
 
 
 def _is_name(sample_id: Any) -> bool:
-    # HDF5 pads strings with NUL, and UTF-8 cannot encode lone surrogates, so names with such
-    # characters could not be stored. pandas reads "nan" in an index as a missing value.
+    # Names with NUL or lone surrogates, which are not printable, could not be stored by HDF5 and in
+    # UTF-8. pandas reads the name "nan" in an index as a missing value.
     return (
         type(sample_id) is str
         and sample_id != "nan"
@@ -151,12 +159,12 @@ def _is_name(sample_id: Any) -> bool:
 
 
 def checked_ids(ids: Sequence[Any], n_samples: int, function: str) -> list[int] | list[str]:
-    """Return ids as Python integers or strings, after checking them.
+    """Return the ids of samples as Python integers or strings, or raise an error.
 
     Args:
         ids: Distinct ids, which are all integers of 64 bits or all short printable strings.
         n_samples: The required number of ids.
-        function: The function or the field with the ids, for error messages.
+        function: The function or the field that contains the ids, for error messages.
     """
     plain = [i.item() if hasattr(i, "item") else i for i in ids]
     if len(plain) != n_samples:

@@ -22,12 +22,12 @@ from trak_core.errors import InputError
 from trak_core.study.dataset_split import Split, checked_ids
 from trak_core.study.load_checkpoint import hash_tensors
 
-_READ_TWICE = 32  # The number of samples that are read twice, to find random ones.
+_READ_TWICE = 32  # The number of samples that are read twice, to notice random augmentation.
 
 
 @dataclass(frozen=True, slots=True)
 class _Collated:
-    """The samples of a DataLoader, for each of which its ``collate_fn`` is called separately."""
+    """The samples of a DataLoader. Its ``collate_fn`` is called for one sample at a time."""
 
     loader: DataLoader[Any]
 
@@ -54,7 +54,8 @@ class _Collated:
 def _columns_of(data: Mapping[str, Any] | tuple[Any, ...]) -> StackDataset:
     given = dict(data if isinstance(data, Mapping) else enumerate(data))
     with warnings.catch_warnings():
-        # Arrays from pandas are read-only, and torch warns of them. They are only read here.
+        # torch warns that writing to a tensor would change a read-only array, such as one from
+        # pandas. These tensors are never written to.
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
         columns: Any = {k: torch.as_tensor(v) for k, v in given.items() if _has_rows_of_numbers(v)}
     if not columns or len(columns) < len(given) or len({*map(len, columns.values())}) > 1:

@@ -1,12 +1,12 @@
 """Load weights that transformers or PEFT stored under names that differ from those in the model.
 
-Names in a file can differ from the model's because new releases of transformers rename layers, join
-the weights of experts, or compute masks that old files contain, or because the file was saved from
-a model without a head. ``renamed`` lets transformers convert such weights.
+New releases of transformers rename layers, join the weights of experts, and compute masks that
+old files contain. A file can also come from a model without a head. ``convert_weights`` lets
+transformers convert the weights in such files.
 
-``PeftModel.save_pretrained`` writes an adapter's weights and settings. With a different
-``lora_alpha``, the same weights give different outputs. Therefore ``Adapter`` compares the settings
-before it loads the weights. The package peft is imported only for an adapter's folder.
+``PeftModel.save_pretrained`` writes an adapter's weights and settings. The same weights give
+different outputs with another ``lora_alpha``, for example. Therefore ``Adapter`` compares the
+settings before it loads the weights. The package peft is imported only for an adapter's folder.
 """
 
 import json
@@ -35,9 +35,9 @@ _WITHOUT_EFFECT = re.compile(
 
 
 def config_notice(model: nn.Module, folder: Path) -> str:
-    """Return a notice if a folder's ``config.json`` differs from the config of the model, else "".
+    """Return a notice if the ``config.json`` in a folder differs from the model's config, else "".
 
-    Names and shapes of weights do not show all differences, such as another number of heads.
+    Weights can fit a model with another config, for example with another number of heads.
     """
     library: Any = sys.modules.get("transformers")
     file = folder / "config.json"
@@ -50,48 +50,47 @@ def config_notice(model: nn.Module, folder: Path) -> str:
         return ""
     own, saved = config.to_dict(), stored.to_dict()
     differ = [
-        f"{key} {saved[key]!r} for {own.get(key)!r}"
+        f"{key} {saved[key]!r} instead of {own.get(key)!r}"
         for key in sorted(saved)
         if saved[key] != own.get(key) and not _WITHOUT_EFFECT.search(key)
     ]
     if not differ:
         return ""
     return (
-        f"config.json has {listed(differ)} in the model that the study builds. The settings of the "
-        "model are used. If training used the settings in config.json, build the model from this "
-        "folder."
+        "config.json differs from the config of the model that make_model() returns. It has "
+        f"{listed(differ)}. The model's config is used. If training used config.json, build the "
+        "model from this folder."
     )
 
 
-def renamed(
+def convert_weights(
     model: nn.Module, state: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, list[str]]] | None:
     """Let transformers convert the weights in ``state`` to the names and shapes of ``model``.
 
     Returns:
-        The converted state dict, in the model's widest dtype, and the keys that do not fit, by
-        kind. If ``state`` is on the meta device, the converted weights are too. Returns None if
-        the model is not from transformers, or if transformers would initialize missing weights
-        without an error. The conversion requires the package accelerate. Without it, the model's
-        own weights are returned.
+        The converted state dict, in the model's widest dtype, and the keys that do not fit, by the
+        kind of the difference. Returns None if the model is not from transformers, or if
+        transformers would initialize missing weights without an error. If ``state`` is on the meta
+        device, the converted weights are, too. This requires the package accelerate, without which
+        the model's weights are returned, as if everything fitted.
     """
     library: Any = sys.modules.get("transformers")
     if library is None or not isinstance(model, library.PreTrainedModel):
         return None
-    made: Any = type(model)
-    optional: Any = getattr(model, "_keys_to_ignore_on_load_missing", None)
-    drawn = [re.compile(pattern) for pattern in optional or ()]
-    if any(pattern.search(name) for pattern in drawn for name, _ in model.named_parameters()):
+    model_class: Any = type(model)
+    optional: Any = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    if any(re.search(key, name) for key in optional for name, _ in model.named_parameters()):
         return None
     without_numbers = any(value.is_meta for value in state.values())
     if without_numbers and find_spec("accelerate") is None:
         return model.state_dict(), {}
     floats = {p.dtype for p in model.parameters() if p.is_floating_point()}
     disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)  # The caller reports the keys that do not fit.
+    logging.disable(logging.CRITICAL)  # The caller reports keys that do not fit instead.
     try:
         with torch.random.fork_rng(devices=[]):
-            other, report = made.from_pretrained(
+            converted, report = model_class.from_pretrained(
                 None,
                 config=deepcopy(model.config),
                 state_dict=dict(state),
@@ -111,24 +110,24 @@ def renamed(
         ],
         "that cannot be converted": [" ".join(text.split()) for text in report["error_msgs"]],
     }
-    return other.state_dict(), {kind: keys for kind, keys in misfits.items() if keys}
+    return converted.state_dict(), {kind: keys for kind, keys in misfits.items() if keys}
 
 
-# Settings that describe where an adapter came from or how it was trained. They do not change the
-# model's outputs.
+# Settings that say where an adapter came from or how it was trained. They do not change the outputs
+# of a trained adapter, so differences are ignored.
 _TRAINING_SETTINGS = frozenset({
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"),
     *("task_type", "lora_dropout", "corda_config", "eva_config", "loftq_config", "lora_ga_config"),
     *("megatron_config", "megatron_core"),
 })
 # Settings that determine which layers get adapters. Different settings can select the same layers,
-# so a difference is harmless if the names and shapes of the weights agree.
+# so differences are ignored if the names and shapes of the weights agree.
 _LAYER_SETTINGS = frozenset({
     *("bias", "exclude_modules", "layers_pattern", "layers_to_transform", "lora_bias"),
     *("modules_to_save", "rank_pattern", "target_modules", "target_parameters"),
 })
-# Unlike PiSSA and OLoRA, these initializations of an adapter keep the base model's weights.
-_INITS = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
+# Initializations of an adapter that, unlike PiSSA and OLoRA, keep the base model's weights.
+_INITS_KEEPING_BASE = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +139,7 @@ class Adapter:
 
     @classmethod
     def active(cls, model: Any, folder: Path) -> Self:
-        """Return the active adapter of a PeftModel that has one. Errors name ``folder``."""
+        """Return the active adapter of a PeftModel. ``folder`` is named in error messages."""
         peft: Any = sys.modules.get("peft")  # If peft was not imported, there is no PeftModel.
         if peft is None or not isinstance(model, peft.PeftModel):
             raise InputError(
@@ -161,10 +160,10 @@ class Adapter:
         return cls(model, active[0])
 
     def weights(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the model's weights of the adapter, under the names with which peft saves them.
+        """Return the adapter's weights in the model, under the names with which peft saves them.
 
-        The base model's embeddings are included if ``stored`` contains them, because peft saves
-        them with an adapter if training has changed the vocabulary.
+        If training has changed the vocabulary, peft also saves the base model's embeddings.
+        Therefore these embeddings are included if ``stored`` contains them.
         """
         from peft import get_peft_model_state_dict
 
@@ -192,10 +191,10 @@ class Adapter:
             )
 
     def differing_settings(self, folder: Path) -> tuple[list[str], list[str]]:
-        """Return descriptions of the settings in an adapter's folder that differ from the model's.
+        """Compare the settings in an adapter's folder with those of the adapter in the model.
 
         Returns:
-            The settings that change outputs, and the settings that only select layers.
+            The differing settings that change outputs, and those that only select layers.
         """
         own = self.model.peft_config[self.name]
         stored, config = _read_config(folder / ADAPTER_CONFIG, own)
@@ -245,6 +244,6 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
 
     plain = json.loads(json.dumps(dict(settings), default=plain_value))
     for key, value in plain.items():
-        if key.startswith("init_") and key.endswith("weights") and value in _INITS:
-            plain[key] = "the base stays"
+        if key.startswith("init_") and key.endswith("weights") and value in _INITS_KEEPING_BASE:
+            plain[key] = "the base is kept"  # They make no difference after training.
     return plain

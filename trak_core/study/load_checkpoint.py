@@ -24,8 +24,8 @@ from trak_core.study.weight_files import (
 _MUST = "a checkpoint must be a state dict saved by torch.save, or safetensors"
 _REMEDY = "Copy it again, or save `model.state_dict()` and use that file."
 _PIECE_BYTES = 2**26  # The approximate number of bytes that are copied from each memory map.
-# Loading methods that copy every weight of a state dict. The methods of norm layers also add
-# entries that old files lack.
+# torch's loading methods that copy each weight unchanged. Those of norm layers can also add entries
+# that old files lack. Any other method may change weights while loading them.
 _PLAIN_LOADS = {
     nn.Module._load_from_state_dict,
     nn.BatchNorm1d._load_from_state_dict,
@@ -42,7 +42,7 @@ class Weights(NamedTuple):
 
 
 def _default_part(saved: Any, path: Path) -> Weights:
-    """Return the state dict that a file contains, at the top level or under the usual keys."""
+    """Return the state dict in the content of a file, at the top level or under a usual key."""
     parts, within = dict(state_dicts(saved)), []
     state = saved
     for wrapper in WRAPPERS:
@@ -76,10 +76,10 @@ def read_weights(checkpoint: Path, part: str | None = None, digest: Any = None) 
     Args:
         checkpoint: A file of ``torch.save`` with a state dict, a ``.safetensors`` file, a Hugging
             Face folder, sharded or not, or a folder of a PEFT adapter.
-        part: The keys that lead to one of several state dicts, joined by dots. It can also be a
-            prefix of the names of weights. None selects the usual state dict.
-        digest: A hash object of hashlib, or None. It is updated with the config of an adapter or
-            the index of shards, if there is one, and then with all files of weights, in order.
+        part: The keys that lead to one of several state dicts, joined by dots. A prefix of the
+            names of weights can follow. None selects the usual state dict.
+        digest: A hash object of hashlib to update, or None. It is updated with the config of an
+            adapter or the index of shards, if there is one, and then with the files of weights.
     """
     state, within, notice = dict[str, Tensor](), part or "", ""
     files, config = weight_files(checkpoint)
@@ -123,7 +123,7 @@ def read_weights(checkpoint: Path, part: str | None = None, digest: Any = None) 
 
 
 def _unusual_kind(value: Tensor) -> str:
-    """Return "" for a plain tensor, and else the kind of tensor, such as DTensor or quantized."""
+    """Return the kind of a special tensor, such as DTensor or quantized, or "" for a plain one."""
     if type(value) not in {Tensor, nn.Parameter}:
         return type(value).__name__
     kinds = {"nested": value.is_nested, "quantized": value.is_quantized, "meta": value.is_meta}
@@ -146,7 +146,7 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], source: str) 
 def _copy_weights(
     model: nn.Module, pieces: Iterable[Mapping[str, Tensor]], fit: Fit, source: str
 ) -> None:
-    """Copy weights into a model, piece by piece. All ``pieces`` together are ``fit.weights``."""
+    """Copy ``fit.weights`` into a model, in ``pieces`` so that less memory is needed."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     _check_tied(parameters, fit.weights, source)
     for piece in pieces:
@@ -236,10 +236,10 @@ def _pieces(
 ) -> Iterator[dict[str, Tensor]]:
     """Yield a checkpoint's weights in pieces, each from a new memory map.
 
-    The pages that were read from a memory map stay in memory as long as the map exists. With one
-    map for all pieces, the weights would be in memory twice. ``names`` contains the model's names
-    of weights by their names in the file. ``before`` contains the ``_stamps`` of the files from
-    before they were hashed. An error is raised if they have changed since.
+    Pages that were read from a memory map stay in memory as long as the map exists. With one map
+    for all pieces, the weights would be in memory twice. ``names`` maps names of weights in the
+    file to names in the model. ``before`` contains the ``_stamps`` of the files before they were
+    hashed. If the stamps have changed, an error is raised.
     """
     keys, n_bytes = list[str](), 0
     for i, key in enumerate(names, 1):
@@ -264,7 +264,7 @@ def _stamps(checkpoint: Path) -> list[tuple[int, ...]]:
 
 
 def _loads_plainly(model: nn.Module) -> bool:
-    """Return whether a model's ``load_state_dict`` only copies each weight to its namesake."""
+    """Return whether ``load_state_dict`` copies each weight unchanged to the same name."""
     named = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     return (
         type(model).load_state_dict is nn.Module.load_state_dict
@@ -283,11 +283,11 @@ def _loads_plainly(model: nn.Module) -> bool:
 def check_checkpoint(
     model: nn.Module, checkpoint: Path, part: str | None = None
 ) -> tuple[bool, str]:
-    """Run those checks of ``load_checkpoint`` that read no values and compute no checksums.
+    """Run the checks of ``load_checkpoint`` that need no values of weights and no checksums.
 
     Returns:
-        Whether transformers converts the weights, which needs memory for a second copy, and a text
-        of all notices on the checkpoint, or "".
+        Whether transformers converts the weights, which needs memory for a second copy, and all
+        notices about the checkpoint as one text, or "".
     """
     weights = read_weights(checkpoint, part)
     if (checkpoint / ADAPTER_CONFIG).is_file():
@@ -300,7 +300,7 @@ def check_checkpoint(
 
 
 def _fitting_adapter(model: nn.Module, state: Mapping[str, Tensor], folder: Path) -> Adapter:
-    """Return the model's adapter. Raise an error if the adapter in the folder does not fit it."""
+    """Return the model's adapter, after checking that the weights in ``folder`` fit it."""
     adapter = Adapter.active(model, folder)
     settings, layer_settings = adapter.differing_settings(folder)
     misfits = misfits_of(state, adapter.weights(state))

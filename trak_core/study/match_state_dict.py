@@ -15,25 +15,25 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.errors import InputError, listed
-from trak_core.study.hugging_face_weights import renamed
+from trak_core.study.hugging_face_weights import convert_weights
 
-# The parts that three attempts remove from names. The first attempt removes nothing. The second
-# removes what FSDP, torch.compile and activation checkpointing add. Only the third also removes
+# The parts of names to remove in three attempts to match them. The first removes nothing, and the
+# second what FSDP, torch.compile and activation checkpointing add. Only the third also removes
 # `module`, which data parallelism adds, because `module` can be the name of a submodule.
 _WRAPPERS = "_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module"
 _WRAPPER_PATTERNS = [
     re.compile(rf"(?<![^.])({names})\.") for names in ("(?!)", _WRAPPERS, f"{_WRAPPERS}|module")
 ]
-_MAX_PREFIXES = 4  # The largest number of prefixes to try that only some keys have.
+_MAX_PREFIXES = 4  # The number of prefixes to try that only some of the names have.
 
 
 def misfits_of(
     state: Mapping[str, Tensor], own: Mapping[str, Tensor], unread: Container[str] = ()
 ) -> dict[str, list[str]]:
-    """Return the keys that do not fit, by the kind of the difference.
+    """Return the keys of state dicts that do not fit, by the kind of the difference.
 
-    ``state`` is the state dict of a checkpoint, and ``own`` that of the model. Keys in ``unread``
-    may be missing from the checkpoint. If weights are tied, one of them is enough.
+    ``state`` is the state dict of a checkpoint, and ``own`` is the state dict of the model. Keys in
+    ``unread`` may be missing from the checkpoint. One of several tied weights is enough.
     """
     both = [key for key in own if key in state]
     stored = {_location(own[key]) for key in both if own[key].numel()}
@@ -57,15 +57,15 @@ def misfits_of(
 
 
 def _location(tensor: Tensor) -> tuple[Any, ...]:
-    """Return a tensor's location in memory. It is the same for tied weights."""
+    """Return a tensor's location in memory, which is the same for tied weights."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.numel()
 
 
 def _fits_type(stored: Tensor, own: Tensor) -> bool:
-    """Return whether values of a stored tensor keep their meaning in the dtype of a weight."""
+    """Return whether a stored tensor can be converted to the dtype of the model's tensor."""
     if stored.layout is not torch.strided or stored.is_complex() > own.is_complex():
         return False
-    # Floats of 8 bits are quantized weights, which need their scales.
+    # Floats of 8 bits are quantized weights. Without their scales, the values are meaningless.
     if stored.is_floating_point() and stored.dtype.itemsize == 1:
         return False
     return stored.is_floating_point() or not own.is_floating_point()
@@ -98,9 +98,9 @@ def _prefixes(names: Iterable[str], own: Container[str]) -> Iterator[str]:
 class Fit(NamedTuple):
     """Weights that fit a model."""
 
-    weights: dict[str, Tensor]  # The keys are names in the model.
-    names: dict[str, str] | None  # Names in the model by names in the file. None if converted.
-    notices: Sequence[str]  # Sentences to print.
+    weights: dict[str, Tensor]  # The weights by their names in the model.
+    names: dict[str, str] | None  # Maps names in the file to names in the model. None if converted.
+    notices: Sequence[str]  # Sentences to print, about the changes that were necessary.
 
 
 def match_state_dict(
@@ -108,15 +108,15 @@ def match_state_dict(
 ) -> Fit:
     """Return a checkpoint's weights under the names that they have in a model.
 
-    If the names in the checkpoint are not those in the model, three changes are tried. The first
-    removes a prefix. The second also removes, in the checkpoint and in the model, the parts that
-    FSDP, torch.compile, activation checkpointing and data parallelism add, if names remain
-    distinct. The third is a conversion by transformers. ``source`` is the checkpoint's name in
-    messages. ``within`` contains the keys that lead to ``state`` in its file, joined by dots.
+    If the names in the checkpoint differ from those in the model, three changes are tried. First, a
+    prefix is removed. Second, the parts that FSDP, torch.compile, activation checkpointing and data
+    parallelism add to names are removed from both, unless two names would become equal. Third,
+    transformers converts the weights. ``source`` is the checkpoint's name in messages. ``within``
+    contains the keys that lead to ``state`` in its file, joined by dots.
 
     Raises:
-        InputError: If no names fit. The message lists the differences in the closest attempt, and
-            any prefixes under which all keys fit.
+        InputError: If no change helps. The message lists the differences in the closest attempt,
+            and any prefixes under which all keys fit.
     """
     own = model.state_dict()
     norms = [n for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
@@ -154,7 +154,7 @@ def match_state_dict(
     prefix, misfits = min(attempts, key=lambda attempt: _count(attempt[1]))
     if "of another type" not in misfits:
         for start in shared_prefixes(state):
-            known = renamed(model, {key.removeprefix(start): v for key, v in state.items()})
+            known = convert_weights(model, {key.removeprefix(start): v for key, v in state.items()})
             if known and not (known[1] or misfits_of(known[0], own)):
                 notice = "transformers converted the weights to the model's current names."
                 return Fit(known[0], None, [notice])
@@ -176,5 +176,5 @@ def _count(misfits: Mapping[str, Sequence[str]]) -> int:
 
 
 def in_words(misfits: Mapping[str, Sequence[str]]) -> str:
-    """Return a text that lists the keys of each kind of difference."""
+    """Return the result of ``misfits_of`` as a text."""
     return "; ".join(f"{kind}: {listed(keys)}" for kind, keys in misfits.items())

@@ -19,7 +19,7 @@ from trak_core.settings import OPTIMIZER_FILE
 from trak_core.study.match_state_dict import shared_prefixes
 from trak_core.study.weight_files import read_tensors
 
-# Keys under which files with the state of a model and an optimizer contain that of the optimizer.
+# Keys of the optimizer's state in a file that also contains the model's state.
 _KEYS = ("optimizer_state_dict", "optimizer")
 _TAKES = (
     "`preconditioner: adam` accepts a folder that transformers' Trainer saved without "
@@ -126,7 +126,7 @@ def _numbers(
     moments: Mapping[int, Mapping[str, Any]],
     source: Path,
 ) -> dict[str, int]:
-    """Return the number that each parameter, given by its name, has in the optimizer's state."""
+    """Return the number of each parameter in the optimizer's state, by the parameter's name."""
     ids = [list(group["params"]) for group in groups]
     flat = [number for group in ids for number in group]
     if all("param_names" in group for group in groups):  # The optimizer stored names.
@@ -150,7 +150,7 @@ def _numbers(
     }
     named = {name: tuple(p.shape) for name, p in model.named_parameters()}
     orders: list[list[int]] = []
-    # ``trained`` is empty if the model is frozen for inference, so two other sets are tried.
+    # ``trained`` is empty if the model is frozen for inference, so other sets are tried as well.
     for names in (trained, selected, {*named}):
         own = {name: shape for name, shape in named.items() if name in names}
         if len(own) == len(shapes):
@@ -174,10 +174,10 @@ def _orders(
     groups: Sequence[Sequence[int]],
     shapes: Mapping[int, tuple[int, ...] | None],
 ) -> list[list[int]]:
-    """Return orders of the numbers in ``groups`` in which the shapes are those in ``expected``.
+    """Return ways to merge the numbers in ``groups`` so that their shapes are ``expected``.
 
-    The order within each group is kept. At most two orders are returned, which shows whether the
-    match is unique. A shape of None fits any expected shape.
+    Numbers of the same group keep their order. At most two ways are returned, which is enough to
+    show whether the match is unique. A shape of None fits any expected shape.
     """
     # The key of a partial match contains the number of parameters taken from each group.
     partial: dict[tuple[int, ...], list[list[int]]] = {(0,) * len(groups): [[]]}

@@ -28,8 +28,8 @@ def split_of(
         study: The study.
         name: ``TRAIN`` for the training samples, or the name of an experiment.
         targets: The ids of the samples to return, in order. None returns all samples.
-        question: A file with the experiment's targets. If it is None, they are taken from the
-            study's ``target_data()``.
+        question: A file with the experiment's targets, or None to take them from the study's
+            ``target_data()``.
     """
     if question is None:
         return study.split(name, targets)
@@ -81,7 +81,6 @@ def encoded_line(
 
 
 def _encoded(study: Study, fields: Mapping[str, Any], signature: str = "()") -> Any:
-    """Return the sample that the study's ``encode`` makes from the fields of a row or a line."""
     with users_code(f"{study.path}: encode{signature} of the fields {shortened(fields)},"):
         return study.function("encode")(**fields)
 

@@ -9,18 +9,18 @@ import numpy as np
 
 
 def random_subset(n_train: int, size: int, subset: int, seed: int) -> np.ndarray:
-    """Return a mask of a uniformly random subset of training samples, shape (n_train,), bool.
+    """Return the mask of a uniformly random subset of training samples, shape (n_train,), bool.
 
-    The mask is True for ``size`` samples. ``subset`` is the number of the subset. A subset does not
-    depend on how many subsets are drawn in total.
+    The mask is True for ``size`` samples. Subsets are numbered (``subset``). Each depends only on
+    its number and the seed, not on how many subsets are drawn.
     """
     return _chosen(n_train, size, [0, seed, subset])
 
 
 def random_removal(n_train: int, n_removed: int, draw: int, seed: int) -> np.ndarray:
-    """Return a mask, shape (n_train,), bool, that is False for random training samples.
+    """Return a mask, shape (n_train,), bool, that is False for ``n_removed`` random samples.
 
-    ``n_removed`` samples are removed. Different numbers ``draw`` give independent masks.
+    Different numbers ``draw`` give independent masks.
     """
     return ~_chosen(n_train, n_removed, [1, seed, n_removed, draw])
 

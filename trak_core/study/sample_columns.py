@@ -97,13 +97,13 @@ def named(names: Sequence[str], number: Any) -> Any:
 
 
 def columns_from(rows: RowFile, used: Container[str]) -> pd.DataFrame:
-    """Return a table of the fields that are not in ``used``, except long texts and lists.
+    """Return a table of the fields of rows that samples do not use, except long texts and lists.
 
     ``used`` contains the fields from which samples are made.
     """
     names = dict.fromkeys(name for row in rows for name in row if name not in used)
     columns = short_columns({name: rows.column(name) for name in names})
-    # The index is given, because otherwise a table without columns would have no rows.
+    # Without this index, a table without columns would also have no rows.
     return pd.DataFrame(columns, index=range(len(rows)))
 
 
@@ -130,7 +130,7 @@ def short_columns(columns: Mapping[str, Sequence[Any]]) -> pd.DataFrame:
 
 
 def _study_columns(study: Study, function: str) -> pd.DataFrame:
-    """Return the columns that a study's ``function`` returns, or an empty table without it."""
+    """Return the columns that a study's function returns, or none if there is no such function."""
     if not study.has(function):
         return pd.DataFrame()
     with users_code(f"{study.path}: {function}()"):

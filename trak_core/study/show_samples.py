@@ -25,9 +25,9 @@ SHORTENED = 200
 _INCHES, _DPI = 1.0, 200
 # If a PNG is larger, it is probably a photograph. It is saved as JPEG, with a fifth of the size.
 _PNG_BYTES = 12_000
-_LEFT = "\N{LEFT-TO-RIGHT MARK}"  # An invisible mark of cells that have to be aligned left.
+_LEFT = "\N{LEFT-TO-RIGHT MARK}"  # An invisible mark for table cells to be aligned left.
 _NOTEBOOK_PIXELS = 64  # The height of a picture in a notebook.
-_N_VALUES, _CHARACTERS = 12, 240  # limits for printing an entry of a sample
+_N_VALUES, _CHARACTERS = 12, 240  # The most values or characters that are printed.
 # Python counts these characters as unprintable, but some scripts and emoji need them.
 _JOINERS = "\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"
 
@@ -53,7 +53,7 @@ class Picture:
 
 
 def are_drawn(study: Study, train: Split) -> bool:
-    """Return whether the study has ``draw``, or the first training sample is an image."""
+    """Return whether pages show pictures: the study has ``draw``, or its samples are images."""
     return study.has("draw") or _pixels(train.sample(0)) is not None
 
 
@@ -62,8 +62,8 @@ def show_sample(
 ) -> Picture | str:
     """Return a picture of a sample, or else its text from ``describe``, or else its values.
 
-    A picture contains the text, too. The text has at most ``characters`` characters. ``draws`` is
-    the result of ``are_drawn``.
+    A picture includes the text from ``describe``. The text is shortened to ``characters``
+    characters. ``draws`` is the result of ``are_drawn``.
     """
     describes = study.has("describe")
     text = readable(study.describe(sample_id, sample), characters) if describes else ""
@@ -80,7 +80,7 @@ def show_sample(
 def sample_as_html(
     sample: Any, sample_id: Any, study: Study | None, describe: Callable[[Any], str] | None = None
 ) -> str:
-    """Return a sample as HTML: a picture, a text or values. Without a study, use ``describe``."""
+    """Return a sample as HTML: a picture, a text or values. Without a study, call ``describe``."""
     if study is not None:
         draws = study.has("draw") or _pixels(sample) is not None
         shown = show_sample(study, sample_id, sample, SHORTENED, draws)
@@ -137,7 +137,7 @@ def _image(sample: Any) -> torch.Tensor | None:
 def _pixels(sample: Any) -> Any:
     """Return a sample's image as a PIL image, or None if the sample is not an image.
 
-    It is the image in the row's file if it is known, because a transform may have changed colours.
+    If the image's file is known, it is read, because a transform may have changed the colours.
     """
     if isinstance(sample, FromRow) and sample.picture is not None:
         return sample.picture()
@@ -163,7 +163,7 @@ def _levels_of(image: torch.Tensor) -> np.ndarray:
 
 
 def _picture_of(picture: Any) -> Picture:
-    """Return a PIL image as a picture. PIL is 5 to 40 times as fast as matplotlib."""
+    """Return a PIL image as a picture, enlarged or reduced to about 200 pixels."""
     from PIL import Image
 
     size = int(_INCHES * _DPI)
@@ -178,7 +178,7 @@ def _picture_of(picture: Any) -> Picture:
 
 
 def _encoded(picture: Any, width: int, height: int) -> Picture:
-    """Return a PIL image as PNG or JPEG. It is shown with half of ``width`` and ``height``."""
+    """Return a PIL image as PNG or JPEG. Pages show it with half of ``width`` and ``height``."""
     kind, buffer = "png", io.BytesIO()
     picture.save(buffer, kind)
     if buffer.tell() > _PNG_BYTES:
@@ -253,12 +253,12 @@ def _array(value: Any) -> np.ndarray:
 
 
 def readable(text: str, characters: int) -> str:
-    """Return a text with its line breaks, shortened to ``characters`` printable characters.
+    """Return a text, shortened to ``characters`` printable characters. Line breaks are kept.
 
-    If the text is longer, its middle is replaced by " ... ". A third of the characters is from the
-    end of the text, because an answer follows its prompt.
+    The middle of a long text is replaced by " ... ". A third of the characters is from the end of
+    the text, because an answer follows its prompt.
     """
-    if len(text) > 40 * characters:  # Characters far from both ends are not processed.
+    if len(text) > 40 * characters:  # Only characters near the ends are processed.
         text = text[: 20 * characters] + text[-20 * characters :]
     lines = ["".join(map(_printable, line.expandtabs(4))).rstrip() for line in text.splitlines()]
     whole = re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
@@ -278,7 +278,7 @@ def _printable(character: str) -> str:
         return character
     if character.isspace():
         return " "
-    # Invisible control characters are removed. Some of them would change the direction of a text.
-    # Other unprintable characters are replaced. UTF-8 cannot encode some, such as lone surrogates.
+    # Control characters are removed, because some would change the direction of the text. Other
+    # unprintable characters are replaced, because UTF-8 cannot encode lone surrogates.
     is_control = unicodedata.category(character) in ("Cc", "Cf")
     return "" if is_control else "\N{REPLACEMENT CHARACTER}"

@@ -53,7 +53,7 @@ class _InWords(dict[int, int | None]):
         return own
 
 
-# Soft hyphens and zero-width joiners are deleted instead, because they occur within words.
+# Soft hyphens and zero-width joiners are deleted, not replaced, because they occur within words.
 _IN_WORDS = _InWords(dict.fromkeys((0x00AD, 0x200C, 0x200D)))
 _SHOWN = 400  # The number of characters shown from either end of a long text.
 
@@ -82,7 +82,7 @@ def _training_refused(path: Path) -> Generator[None, None, None]:
 
 
 def beginning_and_end(text: str) -> str:
-    """Return a text, shortened to its beginning and end if it is long."""
+    """Return a text. If it is long, return only its beginning and its end."""
     return text if len(text) <= 2 * _SHOWN else f"{text[:_SHOWN]} ... {text[-_SHOWN:]}"
 
 
@@ -267,10 +267,10 @@ class Study:
         return split if targets is None else split.take(targets)
 
     def ids(self, pool: str, n_samples: int | None = None) -> list[int] | list[str]:
-        """Return the ids of the study's samples. ``pool`` is "train" or "target".
+        """Return the result of the study's ``train_ids`` or ``target_ids``, depending on ``pool``.
 
-        If ``n_samples`` is given, the function for ids must return this number of ids, and if the
-        study has no such function, the ids are 0, 1, ...
+        If ``n_samples`` is given, there must be this number of ids. If the study then has no
+        function for ids, the ids are 0, 1, ...
         """
         if n_samples is not None and not self.has(f"{pool}_ids"):
             return list(range(n_samples))

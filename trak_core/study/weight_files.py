@@ -37,7 +37,7 @@ WRAPPERS = ("state_dict", "model_state_dict", "model")
 
 
 class _LeftOut:
-    """A class that replaces the classes of objects in a file, so that these are not imported."""
+    """A stand-in for all classes of objects in a file, so that their code is not executed."""
 
     def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:
         return super().__new__(cls)
