@@ -298,6 +298,46 @@ def test_scores_can_be_pickled_or_the_strongest_kept_alone(linear):
         kept.frame  # ruff: ignore[useless-expression]
     with refused("attribution.no_tokens", "pickle"):
         made.tokens(again)
+    with refused("attribution.no_tokens", "another fit"):
+        made.fit(train).tokens(scores)
+
+
+@pytest.mark.parametrize("projection", [{"proj_dim": 4}, {"projection": "exact"}])
+def test_labels_of_any_type_are_read_as_written(linear, projection):
+    """Whole numbers, as JSON has them, in a batch before numbers with a fraction."""
+    (inputs, _), *_ = linear
+    labels = [3, 0, -1] + [i / 8 for i in range(len(inputs) - 3)]
+    samples = [*zip(inputs, labels, strict=True)]
+    made = Attributor(torch.nn.Linear(inputs.shape[1], 1), "regression", **projection, batch_size=2)
+    scores = made.fit(samples).score(samples[:7])
+    assert scores.train["label"].tolist() == labels
+    assert scores.targets["label"].tolist() == labels[:7]
+
+
+def test_a_list_that_changes_after_fit_changes_nothing(linear):
+    (inputs, labels), targets, _ = linear
+    samples = [*zip(inputs, labels, strict=True)]
+    shown = {"describe": lambda sample: f"{sample[1].item():.9f}", "proj_dim": 4}
+    scores = Attributor(torch.nn.Linear(inputs.shape[1], 1), "regression", **shown)
+    scores = scores.fit(samples).score(samples[:3])
+    before = scores._repr_html_()
+    samples.reverse()
+    assert scores._repr_html_() == before
+    # With exact scores, samples are differentiated again, so changed tensors are refused.
+    exact = Attributor(torch.nn.Linear(inputs.shape[1], 1), "regression", projection="exact")
+    exact.fit((inputs, labels))
+    inputs[5] += 1
+    with refused("attribution.changed_data", "Call `fit` again"):
+        exact.score(targets)
+
+
+def test_after_a_failed_fit_there_is_none(linear):
+    train, targets, attributor = linear
+    made = attributor().fit(train)
+    with refused("gradients.model_call"):
+        made.fit((train[0][:, :1], train[1]))
+    with refused("attribution.not_fitted"):
+        made.score(targets)
 
 
 def test_memory_for_the_projection_is_known_before_the_work(linear):

@@ -295,6 +295,8 @@ def test_an_unfinished_or_changed_run_is_refused(tmp_path, monkeypatch):
     change("patients.py", b"nn.Tanh()", b"nn.ReLU()")
     with refused("queries.changed", "study or data files"):
         check()
+    with refused("queries.changed", "study or data files"):
+        trak_core.open(str(results)).sample("patient-3")
     restore()
     (tmp_path / "c1.pt").write_bytes((tmp_path / "c2.pt").read_bytes())
     with refused("queries.changed", "checkpoint", "features/late/train.h5"):

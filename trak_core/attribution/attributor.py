@@ -38,7 +38,6 @@ from trak_core.config.checkpoint_list import (
 from trak_core.config.cross_checks import check_exact, check_label_draws, check_preconditioner
 from trak_core.config.memory_needs import normal_matrix_need
 from trak_core.config.scoring_settings import features_spec, fill_in_scoring, scores_spec
-from trak_core.dependency_digests import content_digest
 from trak_core.errors import InputError, listed
 from trak_core.model_outputs.about_outputs import (
     TABLE,
@@ -49,7 +48,7 @@ from trak_core.model_outputs.about_outputs import (
 from trak_core.model_outputs.model_output import ModelOutput, own_output
 from trak_core.runtime.progress import notice, progress_bar
 from trak_core.settings import TRAIN, Combine, NormalSpec, Weighting
-from trak_core.study.given_data import split_of_data, subset_digest
+from trak_core.study.given_data import split_digest, split_of_data
 from trak_core.study.study import Study
 
 # The digest of the data in a temporary folder. No later call can reuse the folder, so the data are
@@ -266,16 +265,32 @@ class Attributor(FittedAttributor):
             train = study.split(TRAIN, None)
         else:
             train = split_of_data(train_data, ids)
+        is_kept, is_exact = folder is not None, not self._is_projected
+        train_digest = split_digest(train) if is_kept or is_exact else _IN_MEMORY
         if folder is None:
-            folder, digest = tempfile.mkdtemp(prefix="trak-"), _IN_MEMORY
+            folder = tempfile.mkdtemp(prefix="trak-")
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        else:
-            digest = content_digest(train.ids, subset_digest(train, range(len(train.ids))))
+        digest = train_digest if is_kept else _IN_MEMORY
         features = replace(self.settings.features, study_digest=digest)
         spec = replace(self.settings, features=features)
-        self._setup = replace(self._setup, spec=spec, train=train, folder=Path(folder).absolute())
+        self._setup = replace(
+            self._setup,
+            spec=spec,
+            train=train,
+            folder=Path(folder).absolute(),
+            train_digest=train_digest if is_exact else None,
+        )
+        try:
+            self._fit_checkpoints()
+        except BaseException:
+            self._setup = replace(self._setup, train=None)
+            raise
+        return self
+
+    def _fit_checkpoints(self) -> None:
+        features = self.settings.features
         if self._is_projected:
-            dim, divides = features.projection["proj_dim"], spec.norm_power is not None
+            dim, divides = features.projection["proj_dim"], self.settings.norm_power is not None
             normal_matrix_need(dim, divides=divides).check(self._compute.memory_mb)
         n_steps = len(self.checkpoints) * len(self._train.ids)
         by_digest: dict[str, list[str]] = {}
@@ -287,7 +302,6 @@ class Attributor(FittedAttributor):
             if len(names) > 1:
                 notice(f"the checkpoints {listed(names)} have the same weights.")
         self._notice_bad_fit()
-        return self
 
     def __repr__(self) -> str:
         """Return a text with the numbers of checkpoints and training samples."""

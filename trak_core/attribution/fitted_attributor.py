@@ -46,7 +46,7 @@ from trak_core.gradients import Batch, GradientMethod
 from trak_core.runtime.progress import progress_bar
 from trak_core.settings import EXACT, FeaturesSpec, ScoresSpec
 from trak_core.study.dataset_split import Split
-from trak_core.study.given_data import split_of_data
+from trak_core.study.given_data import split_digest, split_of_data
 from trak_core.study.show_samples import sample_as_html
 from trak_core.study.study import Study
 
@@ -54,8 +54,9 @@ _COLUMNS = ("labels", "outputs", "predictions", "loss_weights")
 
 
 def stored_columns(file: Artifact) -> dict[str, np.ndarray]:
-    """Return labels, outputs, predictions and loss weights of a file's samples, by name."""
-    return {key: file.vector(key) for key in _COLUMNS}
+    """Return a file's labels, outputs, predictions, loss weights and any curvatures, by name."""
+    keys = [*_COLUMNS, *["curvature"] * file.has("curvature")]
+    return {key: file.vector(key) for key in keys}
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +170,7 @@ class Setup:
     train: Split | None = None
     folder: Path = Path()
     study: Study | None = None
+    train_digest: str | None = None  # a hash of the training samples for exact scores
 
 
 class FittedAttributor(ABC):
@@ -230,6 +232,13 @@ class FittedAttributor(ABC):
                 f"`keep` must be full or top_k. Found {keep!r}.", code="attribution.scoring"
             )
         targets = split_of_data(target_data, ids)
+        known = self._setup.train_digest
+        if known is not None and known != split_digest(self._train):
+            raise InputError(
+                "With `projection: exact`, `score` differentiates the training samples again, so "
+                "they must be the same as in `fit`. Found changed samples. Call `fit` again.",
+                code="attribution.changed_data",
+            )
         n_steps = len(targets.ids) if self._is_projected else len(self._train.ids)
 
         def parts_of_checkpoints() -> list[MemoryPart]:
@@ -250,6 +259,7 @@ class FittedAttributor(ABC):
                 memory_mb=self._compute.memory_mb,
                 show=self._show_function(targets),
                 samples=targets,
+                setup=self._setup,
             )
 
     def self_influence(self) -> pd.DataFrame:
@@ -287,10 +297,11 @@ class FittedAttributor(ABC):
             ``layer`` and ``score``. For each side, the tokens' scores sum to the score of the pair.
         """
         self._check_projected("Scores by tokens")
-        if scores.samples is None:
+        if scores.samples is None or scores.setup is not self._setup:
             raise InputError(
-                "Scores can be split by tokens only in the process that computed them. Found "
-                "scores that lack the targets' samples, which pickle omits. Call `score` again.",
+                "Scores can be split by tokens only by the attributor that computed them, and not "
+                "after another `fit`. Found scores of another fit or attributor, or scores from a "
+                "file or from pickle. Call `score` again.",
                 code="attribution.no_tokens",
             )
         pairs = pd.concat([scores.top(top), scores.bottom(top)], ignore_index=True)

@@ -232,16 +232,18 @@ class LoadedModel:
         function and the data. ``columns`` are the stored values of all samples, shape (n,) each.
         """
         rows = np.unique(np.linspace(0, len(data.ids) - 1, _FEW).astype(int))
-        functions = self.output.value, self.output.loss_weight
+        functions = {"outputs": self.output.value, "loss_weights": self.output.loss_weight}
+        if self.output.curvature is not None and "curvature" in columns:
+            functions["curvature"] = self.output.curvature
         current = []
         with torch.no_grad(), in_evaluation_mode(self.model):
             for row in rows.tolist():
                 batch = as_batch(data.batch(row, row + 1), self.output)
                 batch = batch.mapped(lambda tensor: tensor.to(self.device))
                 read = self.output.read(call(self.model, batch))
-                values = [over_samples(function, read, batch.labels) for function in functions]
+                values = [over_samples(f, read, batch.labels) for f in functions.values()]
                 current.append([value.double().item() for value in values])
-        stored = np.stack([columns["outputs"], columns["loss_weights"]], axis=1)
+        stored = np.stack([columns[key] for key in functions], axis=1)
         # Rounding can change outputs by these fractions if the batch size or the precision differs.
         cuda = 4e-3 if torch.get_float32_matmul_precision() == "high" else 1e-3
         eps = max(torch.finfo(p.dtype).eps for p in self.parameters.values())

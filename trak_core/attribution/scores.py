@@ -53,8 +53,10 @@ class Scores:
     n_kept: int
     read_matrix: Callable[[], np.ndarray] | None
     show: ShowSample | None = None
-    # The targets' samples, or None if the scores were read from a file or unpickled.
+    # The targets' samples and the setup of the attributor that computed the scores. None if the
+    # scores were read from a file or unpickled.
     samples: Split | None = None
+    setup: object = None
     # The words for a sample's label and prediction in notebooks.
     words: tuple[str, str] = ("label", "predicted")
 
@@ -126,7 +128,7 @@ class Scores:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the samples, for pickle."""
-        return {**vars(self), "show": None, "samples": None}
+        return {**vars(self), "show": None, "samples": None, "setup": None}
 
     @property
     def matrix(self) -> np.ndarray:

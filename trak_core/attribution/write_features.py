@@ -204,8 +204,10 @@ def write_features(
             rows[first:last] = stored
             # A list of small tensors would fragment memory, so columns are copied into large ones.
             kept = kept or [column.new_empty(len(own.ids)) for column in columns]
-            for whole, part in zip(kept, columns, strict=True):
-                whole[first:last] = part
+            for i, part in enumerate(columns):
+                # Labels of a batch can be integers although others, such as 2.5, are not.
+                kept[i] = kept[i].to(torch.promote_types(kept[i].dtype, part.dtype))
+                kept[i][first:last] = part
         write_columns(writer, own.ids, kept, spec)
         if sampled is not None:
             matrix = writer.matrix("sampled_normal", names, names, dtype=np.float64)

@@ -21,7 +21,7 @@ _NAMES = {
     "scoring": "scoring or features",
 }
 
-_SCORING_KEYS = ("damping", "combine", "loss_weight_power")
+_SCORING_KEYS = ("damping", "combine", "loss_weight_power", "study_digest")
 
 
 @dataclass(frozen=True, slots=True)

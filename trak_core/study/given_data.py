@@ -18,6 +18,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from trak_core.dependency_digests import content_digest
 from trak_core.errors import InputError
 from trak_core.study.dataset_split import Split, checked_ids
 from trak_core.study.load_checkpoint import hash_tensors
@@ -125,6 +126,8 @@ def split_of_data(data: Any, ids: Iterable[Any] | None) -> Split:
             "pandas objects by `(inputs.to_numpy(), labels.to_numpy())`.",
             code="study.given_data",
         )
+    if isinstance(data, list):
+        data = [*data]  # Scores refer to samples by position, so later changes must not matter.
     size = len(data)
     if size == 0:
         raise InputError("Data must contain samples. Found none.", code="study.given_nothing")
@@ -140,7 +143,7 @@ def check_repeatable(split: Split) -> None:
     """
     last = len(split.ids) - 1
     rows = sorted({i * last // (_READ_TWICE - 1) for i in range(_READ_TWICE)})
-    first, again = ([subset_digest(split, [row]) for row in rows] for _ in range(2))
+    first, again = ([_sample_digest(split, [row]) for row in rows] for _ in range(2))
     changed = [split.ids[row] for row, a, b in zip(rows, first, again, strict=True) if a != b]
     if changed:
         raise InputError(
@@ -151,8 +154,12 @@ def check_repeatable(split: Split) -> None:
         )
 
 
-def subset_digest(split: Split, rows: Iterable[int]) -> str:
-    """Return a hash of the contents of some samples, as 32 hexadecimal digits."""
+def split_digest(split: Split) -> str:
+    """Return a hash of the ids and the contents of all samples."""
+    return content_digest(split.ids, _sample_digest(split, range(len(split.ids))))
+
+
+def _sample_digest(split: Split, rows: Iterable[int]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for row in rows:
         batch = split.batch(row, row + 1)
