@@ -194,6 +194,14 @@ def test_weights_may_be_paths_or_state_dicts(linear):
     assert model.training
     with refused("attribution.no_checkpoint", "c9.pt"):
         attributor("c9.pt")
+    # Iterators are read once. Training that continues doesn't change a state dict of before.
+    assert attributor(map(Path, ["c0.pt", "c1.pt"])).checkpoints == ["c0", "c1"]
+    for nothing in ([], {}, Path().glob("c9*.pt")):
+        with refused("attribution.no_checkpoint", "none"):
+            attributor(nothing)
+    before = attributor({"c0": states[0], "c1": "c1.pt"}, parameters="*")
+    states[0]["weight"] += 1
+    assert before.fit(train).score(targets).frame.equals(expected)
     with refused("model.no_optimizer_path", "c0"):
         attributor({"c0": states[0]}, preconditioner="adam").fit(train)
 

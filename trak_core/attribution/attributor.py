@@ -104,7 +104,8 @@ class Attributor(FittedAttributor):
             ``"average_of_products"`` or ``"unit_average"``.
         loss_weight_power: The exponent of the loss weights, above 0 and at most 1.
         normalize: Whether to divide the features of each training sample by their norm.
-        parameters: Patterns of names of the parameters to differentiate, such as ``"head.*"``.
+        parameters: A pattern, or patterns, of the names of parameters. Gradients are computed with
+            respect to these parameters, for example ``"head.*"``.
         preconditioner: ``"adam"`` divides gradients by the square root of Adam's second moments,
             which must be stored with the checkpoints.
         label_draws: The number of labels to draw for each training sample from the distribution
@@ -157,7 +158,7 @@ class Attributor(FittedAttributor):
         combine: str | None = None,
         loss_weight_power: float | None = None,
         normalize: bool = False,
-        parameters: Literal["all"] | Sequence[str] = "all",
+        parameters: str | Sequence[str] = "all",
         preconditioner: Literal["none", "adam"] = "none",
         label_draws: int = 0,
         features_dtype: str = "float32",
@@ -169,6 +170,8 @@ class Attributor(FittedAttributor):
         describe: Callable[[Any], str] | None = None,
     ) -> None:
         table, self._weights = _read_checkpoints(checkpoints)
+        if parameters != "all":
+            parameters = [parameters] if isinstance(parameters, str) else [*parameters]
         name = _name_of_output(output)
         config: dict[str, Any] = {
             "model_output": name,
@@ -181,7 +184,7 @@ class Attributor(FittedAttributor):
                 normalize=normalize,
                 keep="full",
             ),
-            "parameters": parameters if parameters == "all" else [*parameters],
+            "parameters": parameters,
             "preconditioner": preconditioner,
             "label_draws": label_draws,
             "features_dtype": features_dtype,
@@ -399,16 +402,24 @@ def _read_checkpoints(given: Any) -> tuple[dict[str, Checkpoint], dict[str, Any]
     if isinstance(given, str | Path) or _is_state_dict(given):
         given = [given]
     if not isinstance(given, Mapping):
+        given = [*given]  # a list, or an iterator such as Path.glob returns
         stems = [_id_of(w) if isinstance(w, str | Path) else "" for w in given]
         are_names = all(stems) and len({*stems}) == len(stems)
         given = {stems[i] if are_names else str(i): weights for i, weights in enumerate(given)}
+    if not given:
+        raise InputError(
+            "`checkpoints` must contain at least one checkpoint. Found none. Check that the "
+            "pattern of the paths matches files.",
+            code="attribution.no_checkpoint",
+        )
     entries: dict[str, Any] = {}
     in_memory: dict[str, Any] = {}
     for name, weights in given.items():
         is_entry = isinstance(weights, Mapping) and not _is_state_dict(weights)
         entry = dict(weights) if is_entry else {"path": weights}
         if isinstance(entry.get("path"), Mapping):
-            in_memory[str(name)] = entry["path"]
+            # Copies, because training steps change the tensors of a state dict in place.
+            in_memory[str(name)] = {k: v.detach().clone() for k, v in entry["path"].items()}
             entry["path"] = ""  # A state dict has no path that could contain a training step.
         entries[str(name)] = {k: str(v) if k == "path" else v for k, v in entry.items()}
     table = checkpoint_table(entries, None)
