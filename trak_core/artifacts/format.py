@@ -35,7 +35,8 @@ LIBVER = ("v110", "v110")
 class ArtifactKind:
     """A kind of artifact file.
 
-    ``samples`` maps the name of a vector of ids to the vectors that must have the same length.
+    ``samples`` maps the name of each vector of ids to the names of the vectors that must have the
+    same length.
     """
 
     encoding_type: str  # the value of the file's attribute ``encoding-type``

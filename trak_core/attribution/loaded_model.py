@@ -64,7 +64,7 @@ class LoadedModel:
     """A model with the weights of a checkpoint, on a device, and the model output f.
 
     Attributes:
-        parameters: The parameters to differentiate, by name.
+        parameters: The parameters for which gradients are computed, by name.
         checkpoint_digests: SHA-256 digests of the weight files (key ``sha256``), and of other files
             that affect results.
         blocks: The model's repeated blocks. If a sample needs much memory, their activations are

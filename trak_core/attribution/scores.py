@@ -227,7 +227,7 @@ class Scores:
         )
 
     def _shown(self, is_target: bool, sample_id: Any, *values: Any, score: str = "") -> str:
-        """Return HTML for a sample, its id, and ``values``: the label, then the prediction."""
+        """Return HTML for a sample, its id, and ``values`` (its label and its prediction)."""
         texts = [f"{value:.3g}" if isinstance(value, float) else value for value in values]
         about = [f"{word} {text}" for word, text in zip(self.words, texts, strict=False) if word]
         about += [score] * bool(score)

@@ -115,8 +115,8 @@ def average_need(
 
     The job keeps in memory the ids, labels and mean outputs of all samples, the ``top`` positive
     and ``top`` negative influences for each target, and a block of rows. With ``keep: top_k``, it
-    also keeps, for one checkpoint, the target features times the inverse normal matrix, which have
-    ``solved_dim`` columns. Otherwise ``solved_dim`` is None.
+    also keeps, for one checkpoint, the product of target features and inverse normal matrix, which
+    has ``solved_dim`` columns. Otherwise ``solved_dim`` is None.
     """
     kept = min(top, n_train) * n_targets
     fixed = 80 * n_train + 256 * n_targets + 400 * kept + 8 * (solved_dim or 0) * n_targets

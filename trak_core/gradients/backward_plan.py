@@ -80,7 +80,7 @@ class Plan:
     # crossings. Hooks read the gradients of their outputs.
     inner: list[Node]
     last: list[Node]  # operations with crossings at which the backward pass ends
-    parameters: Sequence[Tensor]  # the parameters to differentiate
+    parameters: Sequence[Tensor]  # those for which gradients are computed
     # Whether graphs with an equal ``signature`` have the same plan. If not, the plan also depends
     # on saved values, such as the indices of a gather.
     is_fixed: bool

@@ -1,4 +1,4 @@
-"""Select the parameters to differentiate, and prepare a model for differentiation.
+"""Select the parameters for which to compute gradients, and prepare a model for this.
 
 Features of torch and caches of models are switched off if they would make gradients wrong, or
 autograd's graph unreadable.
@@ -26,9 +26,9 @@ from trak_core.gradients.graph import Node, nodes_below, strides
 def in_evaluation_mode(model: nn.Module) -> Generator[None, None, None]:
     """Run with the model in evaluation mode, and restore each module's mode afterwards.
 
-    The features that ``plain_layers`` replaces are switched off, and so are the inference kernels
-    of torch's transformer layers, which build no graph. Caches of tensors that are computed from
-    parameters are emptied.
+    The fast kernels of torch for which ``plain_layers`` has replacements are switched off, and so
+    are the inference kernels of torch's transformer layers, which build no graph. Caches of tensors
+    that are computed from parameters are emptied.
     """
     modules = list(model.modules())
     training = [module for module in modules if module.training]
@@ -90,7 +90,7 @@ def check_graph(values: Tensor) -> None:
     """Raise an error if the model outputs ``values`` depend on no parameter."""
     if not values.requires_grad:
         raise InputError(
-            "The model output must depend on at least one of the parameters to differentiate. It "
+            "The model output must depend on at least one of the selected parameters. It "
             "depends on none. Choose other `parameters`. In the model, avoid `no_grad()`, "
             "`inference_mode()`, `detach()` and `torch.autograd.grad` without `create_graph=True`.",
             code="gradients.no_graph",
@@ -98,7 +98,7 @@ def check_graph(values: Tensor) -> None:
 
 
 def select_parameters(model: nn.Module, patterns: Sequence[str] | None) -> dict[str, nn.Parameter]:
-    """Return the parameters to differentiate, in ``named_parameters`` order.
+    """Return the parameters for which to compute gradients, in ``named_parameters`` order.
 
     Patterns are shell-style (``layer4.*``) and must match full names. A pattern selects the
     matching parameters with ``requires_grad``. For example, if only adapters are trained,
@@ -122,10 +122,10 @@ def select_parameters(model: nn.Module, patterns: Sequence[str] | None) -> dict[
     trainable = [name for name, parameter in named.items() if parameter.requires_grad]
     if patterns is None and not trainable:
         raise InputError(
-            "At least one parameter of the model must have requires_grad. All of its "
-            f"{len(named)} parameters are frozen. Set `parameters` in the config to the parameters "
-            'to differentiate, which may be frozen, such as ["*lora_*"], or don\'t freeze all '
-            "parameters in make_model().",
+            "At least one parameter of the model must have requires_grad=True. All of its "
+            f"{len(named)} parameters are frozen. In the config, set `parameters` to the names of "
+            'those for which to compute gradients, such as ["*lora_*"] (they may be frozen), or '
+            "don't freeze all parameters in make_model().",
             code="gradients.no_parameter",
         )
     chosen = set(trainable)
@@ -135,7 +135,7 @@ def select_parameters(model: nn.Module, patterns: Sequence[str] | None) -> dict[
     wrong = [f"{name} {p.dtype}" for name, p in selected.items() if not p.is_floating_point()]
     if wrong:
         raise InputError(
-            "Parameters that are differentiated must be real floating-point numbers. Found "
+            "Selected parameters must be real floating-point numbers. Found "
             f"{listed(wrong)}. Exclude them from `parameters`, or load the model without "
             "quantization. For a complex parameter w, store `torch.view_as_real(w)` in the model "
             "and in checkpoints, and call `torch.view_as_complex` in forward.",

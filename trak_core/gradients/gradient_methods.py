@@ -197,10 +197,10 @@ def gradients_one_by_one(
     samples: Samples,
     consumer: Consumer,
 ) -> list[Tensor]:
-    """Differentiate each sample's model output f by ``torch.autograd.grad(f, parameters)``.
+    """Compute the gradients of each sample's model output f by ``torch.autograd.grad``.
 
     The results equal those of ``gradients_at_once`` up to rounding. This method works for every
-    model, and calls users' backward hooks. To save memory, a large model is differentiated by
+    model, and calls users' backward hooks. To save memory, a large model needs
     several backward passes for each sample, one for each group of parameters.
 
     Returns:

@@ -35,7 +35,7 @@ class Engine:
     ignored.
 
     Args:
-        modules: Modules with the parameters to differentiate. A shared parameter counts once, and
+        modules: Modules whose parameters the Jacobian is for. A shared parameter counts once, and
             parameters without ``requires_grad`` are ignored.
         batch_dim: The dimension of the output that indexes samples, if each sample's entries of the
             output depend only on this sample's data. Otherwise None.

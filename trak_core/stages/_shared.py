@@ -63,9 +63,10 @@ def stored_similarities(
     """Return a function for each checkpoint that reads rows of the checkpoint's similarities.
 
     The similarities are an array of shape (training samples, targets). If ``features`` is empty,
-    the files ``parts`` contain this array. Otherwise, the files contain (N + ridge I)^-1 T^T of the
-    normal matrix N and the target features T, and the function multiplies rows of training features
-    by this matrix. The matrix is read again for each block of rows, unless ``in_memory`` is true.
+    the files ``parts`` contain this array. Otherwise, the files contain (N + ridge I)^-1 T^T, where
+    N is the normal matrix and T are the target features, and the function multiplies rows of
+    training features by this matrix. The matrix is read again for each block of rows, unless
+    ``in_memory`` is true.
     """
     if not features:
         return [read_rows(part.matrix("similarities")) for part in parts]

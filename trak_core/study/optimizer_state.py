@@ -42,7 +42,7 @@ def adam_scales(
 
     Args:
         model: The model.
-        parameters: The parameters to differentiate, by name.
+        parameters: The parameters for which gradients are computed, by name.
         trained: Names of the parameters that have ``requires_grad`` in a new model.
         checkpoint: A folder with ``optimizer.pt``, as transformers' Trainer saves it, or a file
             with the states of model and optimizer.
@@ -62,8 +62,8 @@ def adam_scales(
     lacking = [name for name in parameters if numbers.get(name) not in moments]
     if lacking:
         raise InputError(
-            f"{source}: every parameter that is differentiated must have second moments. Found "
-            f"none for {listed(lacking)}, because training computed no gradient. Exclude these "
+            f"{source}: every selected parameter must have second moments. Found none for "
+            f"{listed(lacking)}, because training computed no gradient for it. Exclude these "
             "parameters with the setting `parameters`.",
             code="study.second_moments",
         )
