@@ -30,8 +30,8 @@ from trak_core.study.show_samples import (
 from trak_core.study.study import Study
 
 # For each target, the page shows at most EACH_ON_PAGE training samples with a positive score and as
-# many with a negative score. It shows the first _FIRST targets until the user clicks the button that
-# shows all.
+# many with a negative score. It shows the first _FIRST targets until the user clicks the button to
+# show all.
 EACH_ON_PAGE, _FIRST = 10, 20
 # The largest size in bytes of a page, of its ids, scores and columns, and of its markup, style and
 # script.
