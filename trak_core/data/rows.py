@@ -221,9 +221,9 @@ def read_rows(path: str | Path) -> RowFile:
         )
     try:
         if file.is_dir():
-            numbered = dict(enumerate(_saved_rows(file), 1))
+            numbered = dict(enumerate(map(_without_none, _saved_rows(file)), 1))
         elif file.suffix == PARQUET:
-            numbered = dict(enumerate(_parquet_rows(file), 1))
+            numbered = dict(enumerate(map(_without_none, _parquet_rows(file)), 1))
         elif file.suffix in SUFFIXES:
             numbered = dict(_numbered_rows(file))
         else:
@@ -290,6 +290,22 @@ def _parquet_rows(file: Path) -> list[dict[str, Any]]:
     index = (table.schema.pandas_metadata or {}).get("index_columns", [])
     unread = [name for name in index if isinstance(name, str) and name != "id"]
     return table.drop_columns(unread).to_pylist()
+
+
+def _without_none(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row without the keys with which Arrow fills the objects in its fields.
+
+    Arrow adds a key with the value None to an object if other objects have this key. As in TRL,
+    keys with None are removed, except the `content` of a message. The row's own fields are kept.
+    """
+
+    def stripped(value: Any) -> Any:
+        if isinstance(value, dict):
+            kept = {"content"} if "role" in value else ()
+            return {k: stripped(v) for k, v in value.items() if v is not None or k in kept}
+        return [stripped(part) for part in value] if isinstance(value, list) else value
+
+    return {name: stripped(value) for name, value in row.items()}
 
 
 def _numbered_rows(file: Path) -> Iterator[tuple[int, Any]]:
