@@ -224,6 +224,32 @@ def test_rows_without_the_prompt_that_others_have_are_told_of(folder, capsys):
     assert "no prompt" not in capsys.readouterr().err
 
 
+SPLIT = {"prompt": TURNS[:1], "completion": TURNS[1:]}
+
+
+@pytest.mark.parametrize(
+    ("row", "arguments", "asked", "is_told"),
+    [
+        ({"messages": TURNS}, {}, {"text": "sky"}, True),
+        ({"messages": TURNS}, {}, {"prompt": "what is blue", "completion": " sky"}, True),
+        ({"messages": TURNS}, {}, {"messages": TURNS}, False),
+        ({"messages": TURNS}, {}, SPLIT, False),
+        ({"talk": TURNS}, {"text": "{talk}"}, {"text": "sky"}, True),
+        ({"talk": TURNS}, {"text": "{talk}"}, {"talk": json.dumps(TURNS)}, False),
+        (SPLIT, {}, {"prompt": "", "text": "sky"}, True),
+        (SPLIT, {}, {"messages": TURNS}, False),
+        ({"text": "sky"}, {}, {"text": "sky"}, False),
+    ],
+)
+def test_asked_rows_of_another_form(folder, capsys, row, arguments, asked, is_told):
+    """A plain text is not written by the chat template, unlike all training rows."""
+    study = language_model(write(Path("rows.jsonl"), [row]), folder(ROLES), **arguments)
+    read = study.encode(**asked)["input_ids"].tolist()
+    assert (read == WRITTEN[0]) is not (is_told or "text" in row)
+    said = 'such as {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", '
+    assert (said in capsys.readouterr().err) is is_told
+
+
 def test_rows_of_both_kinds_are_each_read_as_theirs(folder):
     """Parquet fills in the messages of a row of text with None."""
     weights = folder(ROLES)
