@@ -353,7 +353,7 @@ def test_what_is_no_column_is_refused(tmp_path, columns, code, values):
         columns_of(study(tmp_path, columns), "mine", ["a", "d"])
 
 
-def test_lines_have_their_short_fields(tmp_path):
+def test_lines_have_their_short_fields(tmp_path, capsys):
     lines = [
         {"id": "q1", "text": "t" * 300, "source": "manual", "label": 2, "tags": ["a"]},
         {"id": "q0", "text": "t", "source": "talk", "label": 3, "tags": []},
@@ -362,6 +362,10 @@ def test_lines_have_their_short_fields(tmp_path):
     path.write_text("\n".join(map(json.dumps, lines)))
     columns = columns_of(None, "mine", ["q0", "q1"], path)
     assert columns.to_dict("list") == {"source": ["talk", "manual"], "own_label": [3, 2]}
+    told = capsys.readouterr().out
+    assert told.startswith(f"Notice: {path}: the fields text, tags do not become columns")
+    columns_of(None, "mine", ["q0", "q1"], path)
+    assert not capsys.readouterr().out
 
 
 def test_rows_have_what_the_model_does_not_get():
