@@ -125,7 +125,7 @@ NO_LISTS = ("[", "text", [], [1], [{"content": "x"}], {}, "[1]", 3)
             ({"prompt": own[:-1], "completion": own[-1:]}, "chat_roles", [])
             for own in UNANSWERED.values()
         ),
-        *(({"messages": value}, "messages", []) for value in NO_LISTS),
+        *(({"messages": value}, "messages", ["conversation is empty"]) for value in NO_LISTS),
         ({"messages": TURNS, "text": "sky"}, "messages", ["text"]),
         ({"messages": TURNS, "prompt": "the sun"}, "two_texts", ["prompt"]),
         ({"messages": TURNS, "completion": "sun"}, "two_texts", ["completion"]),

@@ -113,9 +113,10 @@ def language_model(
             if messages is None or row.get("text") is not None:
                 raise InputError(
                     "The field `messages` must be a list of objects with `role` and `content`. A "
-                    f"row with `messages` must have no field `text`. Found {shortened(row)}. If "
-                    "another field contains the text to explain, name it by `text` in "
-                    "study_arguments, such as text: '{answer}'.",
+                    f"row with `messages` must have no field `text`. Found {shortened(row)}. "
+                    "Remove the row if its conversation is empty. If another field contains the "
+                    "text to explain, name it by `text` in study_arguments, such as text: "
+                    "'{answer}'.",
                     code="studies.messages",
                 )
             _refuse_unread(row, {"completion", "prompt"} | used_by(prompt), messages)

@@ -251,6 +251,7 @@ def filled_in(template: str, row: Mapping[str, Any]) -> str:
         raise InputError(
             f"A row must have a value in each field of the template {template!r}. Found no value "
             f"in {missing or 'a field'}, and values in {', '.join(row) or 'no field'}. Add the "
-            "value, or use other fields in study_arguments, such as text: '{answer}'.",
+            'value, or "" for an empty text, or use other fields in study_arguments, such as text: '
+            "'{answer}'.",
             code="studies.template",
         ) from error
