@@ -3,10 +3,13 @@
 import json
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 from refused import refused
 
+from trak_core.data.rows import read_rows
+from trak_core.ready_made.conversations import chat_texts, messages_in
 from trak_core.ready_made.language_model import language_model
 from trak_core.ready_made.ready_study import decoded_tokens
 from trak_core.ready_made.text_classification import text_classification
@@ -122,7 +125,7 @@ NO_LISTS = ("[", "text", [], [1], [{"content": "x"}], {}, "[1]", 3)
             ({"prompt": own[:-1], "completion": own[-1:]}, "chat_roles", [])
             for own in UNANSWERED.values()
         ),
-        *(({"messages": value}, "messages", []) for value in NO_LISTS),
+        *(({"messages": value}, "messages", ["conversation is empty"]) for value in NO_LISTS),
         ({"messages": TURNS, "text": "sky"}, "messages", ["text"]),
         ({"messages": TURNS, "prompt": "the sun"}, "two_texts", ["prompt"]),
         ({"messages": TURNS, "completion": "sun"}, "two_texts", ["completion"]),
@@ -140,6 +143,41 @@ NO_LISTS = ("[", "text", [], [1], [{"content": "x"}], {}, "[1]", 3)
 def test_messages_and_texts_that_the_model_would_not_read_are_refused(folder, row, code, values):
     with refused(f"studies.{code}", "rows.jsonl, line 1", *values):
         as_read(row, folder(ROLES))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet", "saved", "text in parquet"])
+def test_null_is_passed_on_unless_a_table_added_it(folder, kind):
+    """Parquet and saved data sets cannot say which keys were null, and which were missing."""
+    calls = [{"name": "f", "arguments": {"city": "Oslo", "content": None, "day": None}}]
+    answer = {"role": "assistant", "content": None, "tool_calls": calls}
+    row = {"messages": [{**USER, "tool_calls": None}, answer]}
+    row["tools"] = [{"name": "f", "parameters": {"day": {"default": None, "enum": ["c", None]}}}]
+    texts = {name: json.dumps(value) for name, value in row.items()}
+    files = {
+        "jsonl": json.dumps(row),
+        "json": json.dumps([row], indent=1),
+        "csv": pd.DataFrame([texts]).to_csv(index=False),
+    }
+    file = Path(f"rows.{kind.split()[-1]}")
+    if kind == "saved":
+        pytest.importorskip("datasets").Dataset.from_list([row]).save_to_disk(file)
+    elif kind in files:
+        file.write_text(files[kind])
+    else:
+        pytest.importorskip("pyarrow")
+        pd.DataFrame([texts if "text" in kind else row]).to_parquet(file)
+    if kind in {"saved", "parquet"}:
+        del calls[0]["arguments"]["content"], calls[0]["arguments"]["day"]
+        del row["tools"][0]["parameters"]["day"]["default"]
+    weights = folder(
+        "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{{ m.role }} "
+        "{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %} {% endfor %}"
+    )
+    made = transformers.AutoTokenizer.from_pretrained(weights)
+    (given,) = read_rows(file)
+    *prompt, last = messages_in(given["messages"]) or []
+    _, whole = chat_texts(made, prompt, [last], given, None, pytest.fail)
+    assert whole == made.apply_chat_template(row["messages"], tools=row["tools"], tokenize=False)
 
 
 def test_a_message_that_the_template_leaves_out_is_reported(folder, capsys):
@@ -184,6 +222,32 @@ def test_rows_without_the_prompt_that_others_have_are_told_of(folder, capsys):
     study.encode(**rows[0])
     language_model(write(Path("rows.jsonl"), rows[1:]), folder(ROLES)).train_data()
     assert "no prompt" not in capsys.readouterr().err
+
+
+SPLIT = {"prompt": TURNS[:1], "completion": TURNS[1:]}
+
+
+@pytest.mark.parametrize(
+    ("row", "arguments", "asked", "is_told"),
+    [
+        ({"messages": TURNS}, {}, {"text": "sky"}, True),
+        ({"messages": TURNS}, {}, {"prompt": "what is blue", "completion": " sky"}, True),
+        ({"messages": TURNS}, {}, {"messages": TURNS}, False),
+        ({"messages": TURNS}, {}, SPLIT, False),
+        ({"talk": TURNS}, {"text": "{talk}"}, {"text": "sky"}, True),
+        ({"talk": TURNS}, {"text": "{talk}"}, {"talk": json.dumps(TURNS)}, False),
+        (SPLIT, {}, {"prompt": "", "text": "sky"}, True),
+        (SPLIT, {}, {"messages": TURNS}, False),
+        ({"text": "sky"}, {}, {"text": "sky"}, False),
+    ],
+)
+def test_asked_rows_of_another_form(folder, capsys, row, arguments, asked, is_told):
+    """A plain text is not written by the chat template, unlike all training rows."""
+    study = language_model(write(Path("rows.jsonl"), [row]), folder(ROLES), **arguments)
+    read = study.encode(**asked)["input_ids"].tolist()
+    assert (read == WRITTEN[0]) is not (is_told or "text" in row)
+    said = 'such as {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", '
+    assert (said in capsys.readouterr().err) is is_told
 
 
 def test_rows_of_both_kinds_are_each_read_as_theirs(folder):

@@ -221,6 +221,15 @@ def test_texts_are_cut_as_by_the_saved_tokenizer(classifier, capsys):
         assert told in capsys.readouterr().err
     (sample,) = language_model(file, weights).train_data()
     assert sample["input_ids"].shape == (3,)
+    # `model_max_length`, to which tokenizers cut by default, counts too if it is the smaller one.
+    for model_max_length, n_tokens in ((2, 2), (4, 3), (512, 3)):
+        made.model_max_length = model_max_length
+        made.save_pretrained(weights)
+        (sample,) = language_model(file, weights).train_data()
+        assert sample["input_ids"].shape == (n_tokens,)
+        (sample,) = text_classification(file, weights).train_data()
+        assert sample["input_ids"].shape == (n_tokens,)
+    assert "texts are cut to 2 tokens" in capsys.readouterr().err
     # A longer length than that of the padding, or than the context, cuts no text.
     made("sky", truncation=True, max_length=512)
     made.save_pretrained(weights)

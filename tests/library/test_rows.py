@@ -1,6 +1,7 @@
 """Files of rows: text stays as written, numbers are made where needed, fields become columns."""
 
 import csv
+import gzip
 import json
 import re
 from pathlib import Path
@@ -200,7 +201,8 @@ def test_parquet_keeps_types_and_has_no_index(tmp_path):
 
 
 def test_rows_without_ids_are_numbered(tmp_path):
-    assert read_rows(lines(tmp_path / "a.jsonl", [{"a": 1}] * 3)).ids() == [0, 1, 2]
+    for row in ({"a": 1}, {"id": None, "a": 1}):
+        assert read_rows(lines(tmp_path / "a.jsonl", [row] * 3)).ids() == [0, 1, 2]
 
 
 def test_a_row_s_place_is_its_line(tmp_path):
@@ -229,6 +231,12 @@ def test_json_lists_and_json_lines(tmp_path):
 
 NO_ROWS = {"a.txt": "x", "b.jsonl": "{", "c.jsonl": "", "d.jsonl": "3"}
 NO_ROWS |= {"a.json": '{"a": [1],', "b.json": "[]", "c.json": "[{},\n3]"}
+
+
+def test_compressed_rows_are_named(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(gzip.compress(b'{"a": 1}'))
+    with refused("data.rows", "gzip"):
+        read_rows(tmp_path / "a.jsonl")
 
 
 def test_files_that_hold_no_rows(tmp_path):
@@ -353,7 +361,7 @@ def test_what_is_no_column_is_refused(tmp_path, columns, code, values):
         columns_of(study(tmp_path, columns), "mine", ["a", "d"])
 
 
-def test_lines_have_their_short_fields(tmp_path):
+def test_lines_have_their_short_fields(tmp_path, capsys):
     lines = [
         {"id": "q1", "text": "t" * 300, "source": "manual", "label": 2, "tags": ["a"]},
         {"id": "q0", "text": "t", "source": "talk", "label": 3, "tags": []},
@@ -362,6 +370,10 @@ def test_lines_have_their_short_fields(tmp_path):
     path.write_text("\n".join(map(json.dumps, lines)))
     columns = columns_of(None, "mine", ["q0", "q1"], path)
     assert columns.to_dict("list") == {"source": ["talk", "manual"], "own_label": [3, 2]}
+    told = capsys.readouterr().out
+    assert told.startswith(f"Notice: {path}: the fields text, tags do not become columns")
+    columns_of(None, "mine", ["q0", "q1"], path)
+    assert not capsys.readouterr().out
 
 
 def test_rows_have_what_the_model_does_not_get():

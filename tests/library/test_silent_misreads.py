@@ -19,7 +19,6 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 
 from trak_core.config.bind_study_arguments import with_ready_study
 from trak_core.data.rows import read_rows
-from trak_core.ready_made.conversations import messages_in
 from trak_core.ready_made.image_folder import image_folder
 from trak_core.ready_made.tabular import tabular
 from trak_core.settings import TRAIN
@@ -70,13 +69,6 @@ def test_bytes_among_floats_are_refused(kind):
     samples = [(kind([0.5]), 0), (kind([255]), 1)]
     with refused("study.sample_shapes", re.compile(r"float\d\d, torch.int64")):
         Split(samples, [0, 1]).batch(0, 2)
-
-
-def test_keys_that_parquet_adds_are_left_out():
-    calls = [{"name": "f", "arguments": {"city": "Paris", "day": None}}]
-    (message,) = messages_in([{"role": "assistant", "content": None, "tool_calls": calls}])
-    assert message["content"] is None
-    assert message["tool_calls"] == [{"name": "f", "arguments": {"city": "Paris"}}]
 
 
 def time_first(samples):

@@ -175,7 +175,8 @@ class _Session:
         for target_id in self._asked.target:
             place = f"target {target_id}"
             try:
-                asked = self._run.target(target_id)
+                with contextlib.redirect_stdout(sys.stderr):  # Reading it can print notices.
+                    asked = self._run.target(target_id)
                 if self._asked.label is not None:
                     asked = self._run.of_class(asked, self._asked.label)
                 self._check_new_id(asked, place)

@@ -96,7 +96,7 @@ class RowFile(Sequence[dict[str, Any]]):
         return values
 
     def ids(self) -> list[int] | list[str]:
-        """Return the field ``id`` of each row, or 0, 1, 2, ... if no row has this field.
+        """Return the field ``id`` of each row, or 0, 1, 2, ... if no row has an id.
 
         Ids from .csv and .tsv files are texts. They are converted to integers if all of them are
         integers in canonical form. ``007`` is not in canonical form.
@@ -105,8 +105,8 @@ class RowFile(Sequence[dict[str, Any]]):
             InputError: If only some rows have an id, if some ids are integers and others are texts,
                 if an id occurs twice, or if the field is named ``ID``. The error names the line.
         """
-        if not any("id" in row for row in self.rows):
-            near = [name for name in self.rows[0] if name.strip().casefold() == "id"]
+        if all(row.get("id") is None for row in self.rows):
+            near = [name for name in self.rows[0] if name.strip().casefold() == "id" != name]
             if near:
                 raise InputError(
                     f"{self.path}: ids must be in the field id. Found the field {near[0]!r}, which "
@@ -221,9 +221,9 @@ def read_rows(path: str | Path) -> RowFile:
         )
     try:
         if file.is_dir():
-            numbered = dict(enumerate(_saved_rows(file), 1))
+            numbered = dict(enumerate(map(_without_none, _saved_rows(file)), 1))
         elif file.suffix == PARQUET:
-            numbered = dict(enumerate(_parquet_rows(file), 1))
+            numbered = dict(enumerate(map(_without_none, _parquet_rows(file)), 1))
         elif file.suffix in SUFFIXES:
             numbered = dict(_numbered_rows(file))
         else:
@@ -292,10 +292,28 @@ def _parquet_rows(file: Path) -> list[dict[str, Any]]:
     return table.drop_columns(unread).to_pylist()
 
 
+def _without_none(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row without the keys with which Arrow fills the objects in its fields.
+
+    Arrow adds a key with the value None to an object if other objects have this key. As in TRL,
+    keys with None are removed, except the `content` of a message. The row's own fields are kept.
+    """
+
+    def stripped(value: Any) -> Any:
+        if isinstance(value, dict):
+            kept = {"content"} if "role" in value else ()
+            return {k: stripped(v) for k, v in value.items() if v is not None or k in kept}
+        return [stripped(part) for part in value] if isinstance(value, list) else value
+
+    return {name: stripped(value) for name, value in row.items()}
+
+
 def _numbered_rows(file: Path) -> Iterator[tuple[int, Any]]:
     # Bytes are read, because read_text() would change line breaks in cells. The encoding utf-8-sig
     # skips the byte order mark that spreadsheet programs write.
     written = file.read_bytes()
+    if written[:2] == b"\x1f\x8b":
+        raise ValueError("it is compressed by gzip. Decompress it")
     try:
         text = written.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -26,25 +26,14 @@ _NO_DATE = (
 def messages_in(value: Any) -> list[dict[str, Any]] | None:
     """Return the chat messages in a value, or None if the value is not a list of messages.
 
-    ``value`` is a list of dicts that each have a `role`, or the JSON text of such a list. Parquet
-    adds keys with the value None to a message if other messages have these keys. As in TRL, such
-    keys are removed, except `content`.
+    ``value`` is a list of dicts that each have a `role`, or the JSON text of such a list.
     """
     value = _parsed(value)
     if not (isinstance(value, list) and value):
         return None
     if not all(isinstance(message, dict) and "role" in message for message in value):
         return None
-    return [
-        {k: _without_none(v) for k, v in message.items() if v is not None or k == "content"}
-        for message in value
-    ]
-
-
-def _without_none(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_none(part) for key, part in value.items() if part is not None}
-    return [_without_none(part) for part in value] if isinstance(value, list) else value
+    return value
 
 
 def _parsed(value: Any) -> Any:
@@ -139,7 +128,7 @@ def chat_texts(
 
 
 def _row_arguments(row: Mapping[str, Any]) -> dict[str, Any]:
-    given = {name: _without_none(_parsed(row[name])) for name in ROW_ARGUMENTS if row.get(name)}
+    given = {name: _parsed(row[name]) for name in ROW_ARGUMENTS if row.get(name)}
     for name, value in given.items():
         if not isinstance(value, ROW_ARGUMENTS[name]):
             raise InputError(

@@ -5,7 +5,7 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,9 @@ def language_model(
             output. The default is the field ``prompt`` of rows that have one. If prompt and text
             are lists of messages, as in TRL, the tokenizer's chat template joins them.
         max_tokens: The number of tokens to which texts are cut. The default is the length to which
-            the tokenizer cut texts when it was saved, if the model's context is not exceeded.
-            Otherwise texts are not cut, and longer texts than the context raise an error.
+            the tokenizer cut texts when it was saved, or its `model_max_length` if that is less,
+            if the model's context is not exceeded. Otherwise texts are not cut, and longer texts
+            than the context raise an error.
         date: A date such as ``"2024-07-26"``, which a chat template writes instead of today's date.
 
     Raises:
@@ -86,9 +87,9 @@ def language_model(
     max_tokens = max_tokens or saved_length(tokenizer, context)
     rows = read_rows(texts)
     fields = {name for row in rows for name in row}
-    template = text or (_COMPLETION if "completion" in fields and "text" not in fields else _TEXT)
-    used = used_by(prompt, template) | {"messages", *ROW_ARGUMENTS}
+    used = used_by(prompt, text) | {"messages", *ROW_ARGUMENTS}
     used |= {"prompt"} if prompt is None else set()
+    used |= {"text", "completion"} if text is None else set()
     notified: set[str] = set()
 
     def notify(text: str, about: str) -> None:
@@ -97,20 +98,25 @@ def language_model(
             notified.add(about)
             notice(text)
 
+    def template_of(row: Mapping[str, Any]) -> str:
+        has_completion = "text" not in fields and ("completion" in fields or "completion" in row)
+        return text or (_COMPLETION if has_completion else _TEXT)
+
     def chat(prompt: Any, answer: Any, row: Mapping[str, Any]) -> tuple[str, str, bool]:
         notify_of_chat = partial(notify, about="the chat template")
         return *chat_texts(tokenizer, prompt, answer, row, date, notify_of_chat), True
 
     def texts_of(row: Mapping[str, Any]) -> tuple[str, str, bool]:
         """Return the prompt, the prompt with its text, and whether a chat template wrote both."""
-        if text is None and row.get("messages") is not None:
+        if has_messages(row):
             messages = messages_in(row["messages"])
             if messages is None or row.get("text") is not None:
                 raise InputError(
                     "The field `messages` must be a list of objects with `role` and `content`. A "
-                    f"row with `messages` must have no field `text`. Found {shortened(row)}. If "
-                    "another field contains the text to explain, name it by `text` in "
-                    "study_arguments, such as text: '{answer}'.",
+                    f"row with `messages` must have no field `text`. Found {shortened(row)}. "
+                    "Remove the row if its conversation is empty. If another field contains the "
+                    "text to explain, name it by `text` in study_arguments, such as text: "
+                    "'{answer}'.",
                     code="studies.messages",
                 )
             _refuse_unread(row, {"completion", "prompt"} | used_by(prompt), messages)
@@ -127,6 +133,7 @@ def language_model(
             _refuse_near_prompt([name for name in row if name not in used])
         usual = "" if row.get("prompt") is None else _PROMPT
         own = usual if prompt is None else prompt
+        template = template_of(row)
         answer, asked = (messages_in(row.get(_only_field(part))) for part in (template, own))
         if answer and not own:  # The field contains a whole conversation.
             asked, answer = answer[:-1], answer[-1:]
@@ -182,10 +189,32 @@ def language_model(
             )
         return {"input_ids": input_ids, "labels": labels}
 
+    def has_messages(row: Mapping[str, Any]) -> bool:
+        return text is None and row.get("messages") is not None
+
+    def is_chat(row: Mapping[str, Any]) -> bool:
+        answer = messages_in(row.get(_only_field(template_of(row))))
+        return has_messages(row) or answer is not None
+
+    @cache
+    def has_only_chats() -> bool:
+        return all(map(is_chat, rows))
+
+    def asked_sample(row: Mapping[str, Any]) -> dict[str, Tensor]:
+        if not is_chat(row) and has_only_chats():
+            notify(
+                f"a row to explain is a plain text, unlike training rows: {shortened(row)}. It is "
+                "read without the chat template. To use the template, give a conversation, such as "
+                '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", '
+                '"content": "..."}]}.',
+                about="a plain asked text",
+            )
+        return sample(row)
+
     def has_empty_text(row: Mapping[str, Any]) -> bool:
         """Return whether the fields of a row that contain the text to explain are all empty."""
-        is_chat = text is None and row.get("messages") is not None
-        given = [row.get(name) for name in (["messages"] if is_chat else used_by(template))]
+        names = ["messages"] if has_messages(row) else used_by(template_of(row))
+        given = [row.get(name) for name in names]
         lasts = [messages[-1] if (messages := messages_in(value)) else value for value in given]
         parts = [
             m.get("tool_calls") or m.get("content") if isinstance(m, dict) else m for m in lasts
@@ -205,16 +234,16 @@ def language_model(
                 "whole text is explained.",
                 about="an asked row without a prompt",
             )
-        if text is None and row.get("messages") is not None:
-            return sample(row)
-        return encoder(sample, rows[0], sorted(used_by(prompt, template)))(**row)
+        if has_messages(row):
+            return asked_sample(row)
+        names = sorted(used_by(prompt, template_of(row)))
+        return encoder(asked_sample, rows[0], names)(**row)
 
     def has_earlier_answers(row: Mapping[str, Any]) -> bool:
         """Return whether a row has messages of the assistant before the one to explain."""
-        is_chat = text is None and row.get("messages") is not None
         has_prompt = row.get("prompt") is not None if prompt is None else bool(prompt)
-        field = "messages" if is_chat else "" if has_prompt else _only_field(template)
-        messages = messages_in(row.get(field)) or []
+        field = "" if has_prompt else _only_field(template_of(row))
+        messages = messages_in(row.get("messages" if has_messages(row) else field)) or []
         return any(message["role"] == "assistant" for message in messages[:-1])
 
     def lacks_prompt(row: Mapping[str, Any]) -> bool:

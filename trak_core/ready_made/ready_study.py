@@ -116,17 +116,21 @@ def config_folder(weights: Path, *names: str) -> Path:
 def saved_length(tokenizer: Any, most: int | None) -> int | None:
     """Return the number of tokens to which a fast tokenizer cut texts when it was saved.
 
-    A tokenizer that cuts texts in training keeps this number, and writes it to tokenizer.json.
-    Return None if there is no such number, or if it exceeds ``most``.
+    A tokenizer that cuts texts in training keeps this number, and writes it to tokenizer.json. If
+    no number is given in training, the number is ``model_max_length``. Return the smaller of both.
+    Return None if they exceed ``most``, or if only ``model_max_length`` is known and equals it.
     """
+    most = 10**9 if most is None else most  # An unknown ``model_max_length`` is 10**30.
     truncation = getattr(getattr(tokenizer, "backend_tokenizer", None), "truncation", None)
-    if truncation is None or (most is not None and truncation["max_length"] > most):
+    lengths = [truncation["max_length"]] if truncation and truncation["max_length"] <= most else []
+    lengths += [tokenizer.model_max_length] if tokenizer.model_max_length < most else []
+    if not lengths:
         return None
     notice(
-        f"texts are cut to {truncation['max_length']} tokens, as by the tokenizer when it was "
-        "saved. If training cut texts to another length, set max_tokens in study_arguments."
+        f"texts are cut to {min(lengths)} tokens, as by the tokenizer when it was saved. If "
+        "training cut texts to another length, set max_tokens in study_arguments."
     )
-    return truncation["max_length"]
+    return min(lengths)
 
 
 _MAX_PIECES = 4  # A character has at most 4 bytes in UTF-8, and therefore at most 4 tokens.
@@ -247,6 +251,7 @@ def filled_in(template: str, row: Mapping[str, Any]) -> str:
         raise InputError(
             f"A row must have a value in each field of the template {template!r}. Found no value "
             f"in {missing or 'a field'}, and values in {', '.join(row) or 'no field'}. Add the "
-            "value, or use other fields in study_arguments, such as text: '{answer}'.",
+            'value, or "" for an empty text, or use other fields in study_arguments, such as text: '
+            "'{answer}'.",
             code="studies.template",
         ) from error

@@ -13,8 +13,9 @@ import numpy as np
 import pandas as pd
 
 from trak_core.data.rows import RowFile
-from trak_core.errors import InputError
+from trak_core.errors import InputError, listed
 from trak_core.model_outputs.about_outputs import about_output
+from trak_core.runtime.progress import notice
 from trak_core.settings import TRAIN
 from trak_core.study.dataset_split import users_code
 from trak_core.study.read_targets import read_questions
@@ -103,6 +104,12 @@ def columns_from(rows: RowFile, used: Container[str]) -> pd.DataFrame:
     """
     names = dict.fromkeys(name for row in rows for name in row if name not in used)
     columns = short_columns({name: rows.column(name) for name in names})
+    left_out = [n for n in names if n != "id" and not {n, f"own_{n}"} & {*columns}]
+    if left_out:
+        notice(
+            f"{rows.path}: the fields {listed(left_out)} do not become columns, because columns "
+            f"contain only numbers and texts of at most {_MOST_BYTES} bytes."
+        )
     # Without this index, a table without columns would also have no rows.
     return pd.DataFrame(columns, index=range(len(rows)))
 
