@@ -120,8 +120,8 @@ def as_batch(samples: Samples, output: ModelOutput) -> Batch:
     ``samples`` is a tuple of the model's positional arguments followed by the labels, or a dict of
     the model's named arguments and ``labels``, or a batch. If the model output needs no labels, the
     tuple or dict contains none. If labels are tokens, those that ``attention_mask`` excludes as
-    padding get the label ``IGNORED``. For a model with a decoder, the mask is
-    ``decoder_attention_mask``.
+    padding get the label ``IGNORED``, and so do tokens that padding would predict. For a model with
+    a decoder, the mask is ``decoder_attention_mask``.
 
     Returns:
         The batch, on the samples' device.
@@ -159,7 +159,10 @@ def as_batch(samples: Samples, output: ModelOutput) -> Batch:
     has_decoder = output.takes_labels or any(name.startswith("decoder_") for name in kwargs)
     mask = kwargs.get("decoder_attention_mask" if has_decoder else "attention_mask")
     if output.label_ndim == 1 and mask is not None and mask.shape == labels.shape:
-        labels = torch.where(mask.bool(), labels, IGNORED)
+        seen = mask.bool()
+        labels = torch.where(seen, labels, IGNORED)
+        if output.predicts_next:  # Padding on the left predicts no token.
+            labels = torch.where(pad(seen[..., :-1], (1, 0), value=True), labels, IGNORED)
     _check_decoder_inputs(kwargs.get("decoder_input_ids"), labels, output)
     batch = Batch(args, kwargs, labels, gives_labels=output.takes_labels)
     for name, tensor in batch.tensors():
