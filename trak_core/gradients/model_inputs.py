@@ -4,8 +4,8 @@ import inspect
 import math
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -316,8 +316,22 @@ _TORCH = str(Path(torch.__file__).parent)
 _INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
 
 
-def call(model: nn.Module, batch: Batch) -> object:
-    """Return the result of the model for a batch.
+@contextmanager
+def naming_sample(
+    model: nn.Module, batch: Batch, ids: Sequence[object]
+) -> Generator[None, None, None]:
+    """If the context fails as if by a wrong input, find the first sample with which calls fail."""
+    try:
+        yield
+    except (IndexError, KeyError, TypeError, AttributeError):
+        with torch.no_grad():
+            for i, sample_id in enumerate(ids):
+                call(model, batch.rows(slice(i, i + 1)), f"sample {sample_id}")
+        raise
+
+
+def call(model: nn.Module, batch: Batch, told: str = "") -> object:
+    """Return the result of the model for a batch, which ``told`` describes in messages.
 
     If the call fails, raise an ``InputError`` that describes the inputs and quotes the line of the
     user's code that failed.
@@ -334,8 +348,8 @@ def call(model: nn.Module, batch: Batch) -> object:
         has_no_graph = "does not require grad" in str(error)
         raise InputError(
             "The model must accept its samples. It was called with "
-            f"{'one sample' if len(batch) == 1 else f'{len(batch)} samples'} of {inputs}, and its "
-            f"parameters have the dtype {own}. Found {type(error).__name__}: {first_line(error)}"
+            f"{told or ('one sample' if len(batch) == 1 else f'{len(batch)} samples')} of "
+            f"{inputs}, and its parameters have the dtype {own}. Found {type(error).__name__}: {first_line(error)}"
             f"{_last_line(error)}\n"
             f"{_DIFFERENTIATES if has_no_graph else CHANGE_SAMPLES}",
             code="gradients.model_call",
@@ -389,7 +403,7 @@ def call_with_rounding(model: nn.Module, batch: Batch) -> tuple[object, float]:
     with ExitStack() as stack:
         for module in model.modules():
             stack.callback(module.register_forward_hook(note).remove)
-        returned = batch.given_to(model)
+        returned = call(model, batch)
     return returned, max(least_rounding(model), math.sqrt(max(epsilons, default=0)))
 
 
