@@ -168,6 +168,25 @@ def test_data_that_may_be_read_wrongly_is_refused(linear):
         attributor().score(train)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("projection", "Exact"), ("proj_dim", "64"), ("seed", 1.5), ("features_dtype", "bf16")),
+        *(("damping", "auto"), ("loss_weight_power", "1"), ("combine", ["unit_average"])),
+    ],
+)
+def test_settings_of_a_wrong_type_or_name_are_refused(linear, key, value):
+    with refused("attribution.scoring", f"`{key}`", repr(value)):
+        linear[2](**{key: value})
+
+
+def test_checkpoints_that_are_no_weights_are_refused():
+    model = torch.nn.Linear(3, 1)
+    for given, kind in (([model], "Linear"), ({"a": model}, "Linear"), ("", "''"), ([""], "''")):
+        with refused("attribution.no_checkpoint", kind):
+            Attributor(model, "regression", given)
+
+
 @pytest.mark.parametrize("projection", [None, "exact"])
 @pytest.mark.parametrize(
     ("row", "told"), [(0, "one sample"), (1, "8 samples"), (7, "8 samples"), (33, "sample text-33")]

@@ -349,8 +349,8 @@ def call(model: nn.Module, batch: Batch, told: str = "") -> object:
         raise InputError(
             "The model must accept its samples. It was called with "
             f"{told or ('one sample' if len(batch) == 1 else f'{len(batch)} samples')} of "
-            f"{inputs}, and its parameters have the dtype {own}. Found {type(error).__name__}: {first_line(error)}"
-            f"{_last_line(error)}\n"
+            f"{inputs}, and its parameters have the dtype {own}. Found {type(error).__name__}: "
+            f"{first_line(error)}{_last_line(error)}\n"
             f"{_DIFFERENTIATES if has_no_graph else CHANGE_SAMPLES}",
             code="gradients.model_call",
         ) from error

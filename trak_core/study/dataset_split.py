@@ -170,9 +170,7 @@ def _is_name(sample_id: Any) -> bool:
     )
 
 
-def checked_ids(
-    ids: Iterable[Any], n_samples: int | None, function: str
-) -> list[int] | list[str]:
+def checked_ids(ids: Iterable[Any], n_samples: int | None, function: str) -> list[int] | list[str]:
     """Return the ids of samples as Python integers or strings, or raise an error.
 
     Args:
