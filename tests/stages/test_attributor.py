@@ -180,6 +180,13 @@ def test_settings_of_a_wrong_type_or_name_are_refused(linear, key, value):
         linear[2](**{key: value})
 
 
+def test_a_run_is_opened_by_its_folder(tmp_path):
+    (tmp_path / "config.yaml").touch()
+    for name in ("nope", "config.yaml"):
+        with refused("artifacts.no_results", name):
+            trak_core.open(tmp_path / name)
+
+
 def test_checkpoints_that_are_no_weights_are_refused():
     model = torch.nn.Linear(3, 1)
     for given, kind in (([model], "Linear"), ({"a": model}, "Linear"), ("", "''"), ([""], "''")):

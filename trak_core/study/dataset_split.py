@@ -89,7 +89,8 @@ def _entries(sample: Any) -> dict[str, Any]:
     if isinstance(sample, list | tuple):
         return {f"entry {i}": entry for i, entry in enumerate(sample)}
     raise InputError(
-        f"A sample must be a tuple or a dict. Found {type(sample).__name__}.",
+        f"A sample must be a tuple or a dict. Found {type(sample).__name__}. Pass tensors with a "
+        "row for each sample as a tuple `(inputs, labels)`, because a list is a list of samples.",
         code="study.sample_type",
     )
 
