@@ -15,6 +15,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from trak_core.errors import InputError
+
 __version__ = "0.3.0"
 
 # The modules of public classes. They import torch, so each is imported when its class is used.
@@ -34,4 +36,9 @@ def open(results: str | Path = "results") -> Any:
     the ten training samples with the largest scores for each target of the experiment "hard".
     ``trak_core.open("results").score(targets)`` returns the scores for new targets.
     """
+    if not Path(results).is_dir():
+        raise InputError(
+            f"{results}: this must be a folder with the results of a run. Found no folder.",
+            code="artifacts.no_results",
+        )
     return import_module("trak_core.queries.open_run").OpenRun(Path(results))

@@ -18,7 +18,7 @@ from trak_core.gradients import (
 )
 from trak_core.gradients.check_gradients import check_labels, count_classes
 from trak_core.model_outputs.clip import contrast
-from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
+from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING, MASKED_LANGUAGE_MODELLING
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.model_outputs.supervised import CLASSIFICATION, REGRESSION, SEGMENTATION
 
@@ -112,11 +112,16 @@ def test_samples_without_labels_or_inputs(samples, code, values):
         as_batch(samples, CLASSIFICATION)
 
 
-def test_padding_is_never_predicted():
-    ids, mask = torch.tensor([[5, 6, 7, 0], [8, 9, 3, 4]]), torch.tensor([[1, 1, 1, 0], [1] * 4])
-    samples = {"input_ids": ids, "attention_mask": mask, "labels": ids}
-    labels = as_batch(samples, LANGUAGE_MODELLING).labels
-    assert labels.tolist() == [[5, 6, 7, -100], [8, 9, 3, 4]]
+@pytest.mark.parametrize(
+    ("output", "first"), [(LANGUAGE_MODELLING, -100), (MASKED_LANGUAGE_MODELLING, 6)]
+)
+def test_padding_is_never_predicted_and_predicts_no_token(output, first):
+    """The first token of a text padded on the left is not scored, as without padding."""
+    ids = torch.tensor([[5, 6, 7, 0], [8, 9, 3, 4], [0, 6, 7, 8]])
+    mask = torch.tensor([[1, 1, 1, 0], [1] * 4, [0, 1, 1, 1]])
+    for labels in (ids, torch.where(mask > 0, ids, -100)):
+        batch = as_batch({"input_ids": ids, "attention_mask": mask, "labels": labels}, output)
+        assert batch.labels.tolist() == [[5, 6, 7, -100], [8, 9, 3, 4], [-100, first, 7, 8]]
 
 
 def test_frozen_parameters_are_left_out():

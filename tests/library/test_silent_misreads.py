@@ -122,6 +122,36 @@ def test_arrays_of_other_things_than_numbers_are_refused(kind):
             split_of_data(data, None)
 
 
+def test_masked_values_are_refused():
+    """The values under the mask would be used."""
+    inputs, labels = np.ma.masked_array(np.ones((2, 3)), [[0] * 3, [0, 0, 1]]), np.arange(2)
+    for data in ((inputs, labels), (np.ones((2, 3)), np.ma.masked_equal(labels, 1))):
+        with refused("study.given_tensors", "MaskedArray", "`.filled()`"):
+            split_of_data(data, None)
+        with refused("study.sample_shapes", "some values are masked"):
+            Split([*map(list, zip(inputs, labels, strict=True))], [0, 1]).batch(0, 2)
+    split_of_data((np.ma.masked_array(np.ones((2, 3))), labels), None)
+
+
+@pytest.mark.parametrize("kind", [">i8", "<i8", "uint8", "uint16", "uint32", "uint64", "int16"])
+def test_integers_of_every_kind_are_read(kind):
+    labels = np.array([5, 3, 7], kind)
+    inputs = np.ones((3, 2), ">f4")
+    for given in (labels, labels[::-1]):
+        for data in ((inputs[::-1], given), [*zip(inputs[:, ::-1], given[:, None], strict=True)]):
+            x, y = split_of_data(data, None).batch(0, 3)
+            assert x.tolist() == inputs.tolist()
+            assert y.view(-1).tolist() == given.tolist()
+            assert (y == y.long()).all()
+
+
+@pytest.mark.parametrize("kind", [set, frozenset])
+def test_a_set_of_ids_is_refused(kind):
+    with refused("study.ids", "`ids`", "Use a list"):
+        split_of_data(DATA, kind(range(6)))
+    assert split_of_data(DATA, dict.fromkeys(range(5, -1, -1)).keys()).ids == [5, 4, 3, 2, 1, 0]
+
+
 def test_images(tmp_path, capsys):
     (tmp_path / "net.py").write_text(NET)
     for name in ("cat/1.ppm", "dog/2.png"):

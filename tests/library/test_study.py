@@ -67,7 +67,7 @@ def test_dicts_stay_dicts(kind):
         ([(torch.zeros(3), 0), (torch.zeros(4), 0)], "sample_shapes", [REASON, "(3,), (4,)"]),
         ([("a text", 0), ("another", 1)], "sample_shapes", [REASON, "str for entry 0"]),
         ([(None, 0)], "sample_shapes", [REASON, "NoneType for entry 0"]),
-        ([torch.zeros(3)], "sample_type", ["Tensor"]),
+        ([torch.zeros(3)], "sample_type", ["Tensor", "a tuple `(inputs, labels)`"]),
         ([{"x": 0, "labels": 1}, {"x": 0}], "sample_entries", ["x, labels in sample 0", 1]),
         ([(1, 2), (1, 2, 3)], "sample_entries", ["entry 0, entry 1 in sample 0", "entry 2"]),
     ],

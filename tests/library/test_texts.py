@@ -51,6 +51,12 @@ def test_what_stands_where_a_text_has_ended():
             assert batch.kwargs["attention_mask"].tolist() == [[1] * 4, [1, 1, 0, 0]]
 
 
+def test_texts_that_differ_are_named_with_their_split():
+    splits = [Split(samples(3, **more), [0]) for more in ({}, {"x": lambda n: torch.ones(2)})]
+    with refused("gradients.different_inputs", "in sample 0, but", "in sample 0 of the targets."):
+        order_samples(splits, Takes(), LANGUAGE_MODELLING)
+
+
 @pytest.mark.parametrize(
     ("of_decoder", "labels"),
     [

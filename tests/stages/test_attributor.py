@@ -168,6 +168,51 @@ def test_data_that_may_be_read_wrongly_is_refused(linear):
         attributor().score(train)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("projection", "Exact"), ("proj_dim", "64"), ("seed", 1.5), ("features_dtype", "bf16")),
+        *(("damping", "auto"), ("loss_weight_power", "1"), ("combine", ["unit_average"])),
+    ],
+)
+def test_settings_of_a_wrong_type_or_name_are_refused(linear, key, value):
+    with refused("attribution.scoring", f"`{key}`", repr(value)):
+        linear[2](**{key: value})
+
+
+def test_a_run_is_opened_by_its_folder(tmp_path):
+    (tmp_path / "config.yaml").touch()
+    for name in ("nope", "config.yaml"):
+        with refused("artifacts.no_results", name):
+            trak_core.open(tmp_path / name)
+
+
+def test_checkpoints_that_are_no_weights_are_refused():
+    model = torch.nn.Linear(3, 1)
+    for given, kind in (([model], "Linear"), ({"a": model}, "Linear"), ("", "''"), ([""], "''")):
+        with refused("attribution.no_checkpoint", kind):
+            Attributor(model, "regression", given)
+
+
+@pytest.mark.parametrize("projection", [None, "exact"])
+@pytest.mark.parametrize(
+    ("row", "told"), [(0, "one sample"), (1, "8 samples"), (7, "8 samples"), (33, "sample text-33")]
+)
+def test_a_sample_that_the_model_does_not_take_is_named(row, told, projection):
+    """Here one with a token outside of the vocabulary."""
+    model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Flatten(), torch.nn.Linear(8, 3))
+    tokens, labels = torch.arange(80).view(40, 2) % 9, torch.arange(40) % 3
+    wrong, ids = tokens.clone(), [f"text-{i}" for i in range(40)]
+    wrong[row, 1] = 9
+    own = Attributor(model, "image_classification", projection=projection, batch_size=8)
+    found = f"called with {told} of", "IndexError: index out of range"
+    with refused("gradients.model_call", *found):
+        own.fit((wrong, labels), ids=ids)
+    own.fit((tokens, labels))
+    with refused("gradients.model_call", *found):
+        own.score((wrong, labels), ids=ids)
+
+
 def test_weights_may_be_paths_or_state_dicts(linear):
     train, targets, attributor = linear
     states = [torch.load(f"c{i}.pt") for i in (0, 1)]

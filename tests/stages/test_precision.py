@@ -122,6 +122,16 @@ def test_an_attributor_leaves_the_precision_of_the_process(linear, seen, precisi
         attributor(precision="tf32")
 
 
+@pytest.mark.parametrize("projection", [None, "exact"])
+def test_autocast_of_the_process_changes_no_score(linear, projection):
+    train, targets, attributor = linear
+    expected = attributor(projection=projection).fit(train).score(targets).frame
+    with torch.autocast("cpu", torch.bfloat16):
+        own = attributor(projection=projection).fit(train).score(targets).frame
+        assert torch.is_autocast_enabled("cpu")
+    assert own.equals(expected)
+
+
 def test_features_of_different_precision_are_not_combined(linear, tmp_path):
     train, _, attributor = linear
     for own, other in (("highest", "high"), ("high", "highest")):

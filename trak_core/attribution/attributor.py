@@ -8,6 +8,8 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from numbers import Integral, Real
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
 
@@ -193,7 +195,9 @@ class Attributor(FittedAttributor):
             "answers": {"tokens": False},
         }
         fill_in_scoring(config, along=are_from_along_runs(table))
-        _check_scoring(config["scoring"] | config["compute"])
+        own = {"projection": projection or "exact", "proj_dim": proj_dim, "seed": seed}
+        own |= {"features_dtype": features_dtype, "precision": precision}
+        _check_settings(config["scoring"] | own)
         check_exact(config)
         check_preconditioner(config)
         check_label_draws(config)
@@ -417,6 +421,13 @@ def _read_checkpoints(given: Any) -> tuple[dict[str, Checkpoint], dict[str, Any]
     for name, weights in given.items():
         is_entry = isinstance(weights, Mapping) and not _is_state_dict(weights)
         entry = dict(weights) if is_entry else {"path": weights}
+        path = entry.get("path", ".")  # a missing path is refused below
+        if path == "" or not isinstance(path, str | PathLike | Mapping):
+            raise InputError(
+                "A checkpoint must be a path or a state dict, such as `model.state_dict()`. Found "
+                f"{repr(path) if path == '' else type(path).__name__} for checkpoint {name}.",
+                code="attribution.no_checkpoint",
+            )
         if isinstance(entry.get("path"), Mapping):
             # Copies, because training steps change the tensors of a state dict in place.
             in_memory[str(name)] = {k: v.detach().clone() for k, v in entry["path"].items()}
@@ -459,19 +470,27 @@ def _name_of_output(output: Output) -> str:
     return str(getattr(function, "__qualname__", type(function).__name__))
 
 
-def _check_scoring(scoring: Mapping[str, Any]) -> None:
+def _check_settings(settings: Mapping[str, Any]) -> None:
     """Raise an error for settings with values that the schema of the config does not allow."""
-    power, damping = scoring["loss_weight_power"], scoring["damping"]
-    if not 0 < power <= 1 or not 0 <= damping < float("inf"):
+    for key in ("proj_dim", "seed"):
+        if not isinstance(settings[key], Integral):
+            raise InputError(
+                f"`{key}` must be an integer. Found {settings[key]!r}.", code="attribution.scoring"
+            )
+    power, damping = settings["loss_weight_power"], settings["damping"]
+    are_numbers = all(isinstance(value, Real) for value in (power, damping))
+    if not are_numbers or not 0 < power <= 1 or not 0 <= damping < float("inf"):
         raise InputError(
             "`loss_weight_power` must be above 0 and at most 1, and `damping` must be finite and "
-            f"at least 0. Found `loss_weight_power` {power} and `damping` {damping}.",
+            f"at least 0. Found `loss_weight_power` {power!r} and `damping` {damping!r}.",
             code="attribution.scoring",
         )
-    for key, values in (("combine", Combine), ("weighting", Weighting), ("precision", PRECISIONS)):
-        if scoring[key] not in [*values]:
+    allowed = {"combine": Combine, "weighting": Weighting, "precision": PRECISIONS}
+    allowed |= {"projection": ["exact"], "features_dtype": ["float32", "float16", "int8"]}
+    for key, values in allowed.items():
+        if settings[key] not in [*values]:
             raise InputError(
-                f"`{key}` must be one of {', '.join(values)}. Found {scoring[key]!r}.",
+                f"`{key}` must be one of {', '.join(values)}. Found {settings[key]!r}.",
                 code="attribution.scoring",
             )
 

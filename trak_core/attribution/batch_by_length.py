@@ -149,8 +149,11 @@ def order_samples(
     shapes = None
     if output.label_ndim == 1:
         texts = (
-            (split.ids[i], as_batch(split.batch(i, i + 1), output))
-            for split in splits
+            (
+                f"{split.ids[i]}{' of the targets' * (number > 0)}",
+                as_batch(split.batch(i, i + 1), output),
+            )
+            for number, split in enumerate(splits)
             for i in range(len(split.ids))
         )
         shapes = shapes_of(texts, output)

@@ -80,14 +80,15 @@ def find_device(name: str, *, projects: bool = False) -> torch.device:
 def float32_precision(precision: str) -> Generator[None, None, None]:
     """Set the precision of float32 products in the context, and restore torch's settings on exit.
 
-    With ``highest``, matrix products and convolutions multiply float32 numbers, although torch's
-    default for convolutions on CUDA is TF32. With ``high``, they multiply TF32 numbers on devices
-    that support TF32.
+    Autocast is switched off, except where the model switches it on. With ``highest``, matrix
+    products and convolutions multiply float32 numbers, although torch's default for convolutions on
+    CUDA is TF32. With ``high``, they multiply TF32 numbers on devices that support TF32.
     """
     before = [product.fp32_precision for product in _PRODUCTS]
     set_float32_precision(precision)
     try:
-        yield
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            yield
     finally:
         _round_factors(before)
 

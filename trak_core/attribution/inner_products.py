@@ -20,6 +20,7 @@ from trak_core.config.memory_needs import gramian_need
 from trak_core.errors import InputError, listed
 from trak_core.gradients import GradientMethod, MemoryBudget, Variety, in_chunks, n_params
 from trak_core.gradients.gradient_consumers import Formed
+from trak_core.gradients.model_inputs import naming_sample
 from trak_core.runtime.progress import log, with_progress
 from trak_core.settings import FeaturesSpec, stream_of
 from trak_core.study.dataset_split import Split
@@ -209,7 +210,8 @@ class _Rows:
         labelled = chain([(loaded.output, batch)], drawn)
         for part, (output, own) in zip(parts, labelled, strict=True):
             consumer = Formed.adding_to(part, loaded.parameters)
-            computed = self.method(loaded.model, loaded.parameters, output, own, consumer)
+            with naming_sample(loaded.model, own, ids):
+                computed = self.method(loaded.model, loaded.parameters, output, own, consumer)
             columns = columns or computed
         return [torch.vmap(loaded.output.label_number)(batch.labels), *columns]
 

@@ -20,6 +20,7 @@ from trak_core.gradients.gradient_terms import (
     summed_parts,
 )
 from trak_core.gradients.margins_in_pieces import MarginFactors
+from trak_core.gradients.model_inputs import naming_sample
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.projection import OuterProducts, add_projection, add_rows, prefers_factors
 from trak_core.settings import ProjectionSpec, matrix_shape
@@ -219,7 +220,8 @@ def queued_features(
     are multiplied by the projection's scale.
     """
     sums = Features(parameters, projection, len(batch), threads, scales)
-    columns = method(model, parameters, output, batch, sums)
+    with naming_sample(model, batch, ids):
+        columns = method(model, parameters, output, batch, sums)
     rows = sums.scaled() if is_scaled else sums.rows
     numbers = torch.vmap(output.label_number)(batch.labels)
     explain = partial(explain_not_finite, model, parameters, output, batch, ids)

@@ -4,8 +4,8 @@ import inspect
 import math
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -120,8 +120,8 @@ def as_batch(samples: Samples, output: ModelOutput) -> Batch:
     ``samples`` is a tuple of the model's positional arguments followed by the labels, or a dict of
     the model's named arguments and ``labels``, or a batch. If the model output needs no labels, the
     tuple or dict contains none. If labels are tokens, those that ``attention_mask`` excludes as
-    padding get the label ``IGNORED``. For a model with a decoder, the mask is
-    ``decoder_attention_mask``.
+    padding get the label ``IGNORED``, and so do tokens that padding would predict. For a model with
+    a decoder, the mask is ``decoder_attention_mask``.
 
     Returns:
         The batch, on the samples' device.
@@ -159,7 +159,10 @@ def as_batch(samples: Samples, output: ModelOutput) -> Batch:
     has_decoder = output.takes_labels or any(name.startswith("decoder_") for name in kwargs)
     mask = kwargs.get("decoder_attention_mask" if has_decoder else "attention_mask")
     if output.label_ndim == 1 and mask is not None and mask.shape == labels.shape:
-        labels = torch.where(mask.bool(), labels, IGNORED)
+        seen = mask.bool()
+        labels = torch.where(seen, labels, IGNORED)
+        if output.predicts_next:  # Padding on the left predicts no token.
+            labels = torch.where(pad(seen[..., :-1], (1, 0), value=True), labels, IGNORED)
     _check_decoder_inputs(kwargs.get("decoder_input_ids"), labels, output)
     batch = Batch(args, kwargs, labels, gives_labels=output.takes_labels)
     for name, tensor in batch.tensors():
@@ -313,8 +316,22 @@ _TORCH = str(Path(torch.__file__).parent)
 _INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
 
 
-def call(model: nn.Module, batch: Batch) -> object:
-    """Return the result of the model for a batch.
+@contextmanager
+def naming_sample(
+    model: nn.Module, batch: Batch, ids: Sequence[object]
+) -> Generator[None, None, None]:
+    """If the context fails as if by a wrong input, find the first sample with which calls fail."""
+    try:
+        yield
+    except (IndexError, KeyError, TypeError, AttributeError):
+        with torch.no_grad():
+            for i, sample_id in enumerate(ids):
+                call(model, batch.rows(slice(i, i + 1)), f"sample {sample_id}")
+        raise
+
+
+def call(model: nn.Module, batch: Batch, told: str = "") -> object:
+    """Return the result of the model for a batch, which ``told`` describes in messages.
 
     If the call fails, raise an ``InputError`` that describes the inputs and quotes the line of the
     user's code that failed.
@@ -331,9 +348,9 @@ def call(model: nn.Module, batch: Batch) -> object:
         has_no_graph = "does not require grad" in str(error)
         raise InputError(
             "The model must accept its samples. It was called with "
-            f"{'one sample' if len(batch) == 1 else f'{len(batch)} samples'} of {inputs}, and its "
-            f"parameters have the dtype {own}. Found {type(error).__name__}: {first_line(error)}"
-            f"{_last_line(error)}\n"
+            f"{told or ('one sample' if len(batch) == 1 else f'{len(batch)} samples')} of "
+            f"{inputs}, and its parameters have the dtype {own}. Found {type(error).__name__}: "
+            f"{first_line(error)}{_last_line(error)}\n"
             f"{_DIFFERENTIATES if has_no_graph else CHANGE_SAMPLES}",
             code="gradients.model_call",
         ) from error
@@ -386,7 +403,7 @@ def call_with_rounding(model: nn.Module, batch: Batch) -> tuple[object, float]:
     with ExitStack() as stack:
         for module in model.modules():
             stack.callback(module.register_forward_hook(note).remove)
-        returned = batch.given_to(model)
+        returned = call(model, batch)
     return returned, max(least_rounding(model), math.sqrt(max(epsilons, default=0)))
 
 

@@ -2,7 +2,7 @@
 
 import traceback
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from trak_core.errors import (
 )
 
 _MAX_ID_BYTES = 255
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,8 @@ def _entries(sample: Any) -> dict[str, Any]:
     if isinstance(sample, list | tuple):
         return {f"entry {i}": entry for i, entry in enumerate(sample)}
     raise InputError(
-        f"A sample must be a tuple or a dict. Found {type(sample).__name__}.",
+        f"A sample must be a tuple or a dict. Found {type(sample).__name__}. Pass tensors with a "
+        "row for each sample as a tuple `(inputs, labels)`, because a list is a list of samples.",
         code="study.sample_type",
     )
 
@@ -101,14 +103,15 @@ def _stacked(parts: Sequence[Any], name: str) -> Tensor:
     try:
         # Lists become tensors and dtypes are compared, because default_collate would transpose
         # lists, and would convert tensors of different dtypes to one dtype.
-        tensors = [torch.as_tensor(p) if isinstance(p, list | np.ndarray) else p for p in parts]
+        tensors = [as_tensor(p) if isinstance(p, list | np.ndarray) else p for p in parts]
         dtypes = {str(p.dtype) for p in tensors if isinstance(p, Tensor)}
         if len(dtypes) > 1:
             raise TypeError(f"the dtypes differ: {', '.join(sorted(dtypes))}")
         stacked = default_collate(tensors)
         if not isinstance(stacked, Tensor):
             raise TypeError("these values are not numbers")
-        return stacked
+        # Few operations of torch support these integers.
+        return stacked.long() if stacked.dtype in _UNSIGNED else stacked
     except (RuntimeError, TypeError, ValueError) as error:
         shapes = {str(tuple(p.shape)) if hasattr(p, "shape") else type(p).__name__ for p in parts}
         raise InputError(
@@ -117,6 +120,16 @@ def _stacked(parts: Sequence[Any], name: str) -> Tensor:
             f"{', '.join(sorted(shapes)[:4])} for {name}: {first_line(error)}",
             code="study.sample_shapes",
         ) from error
+
+
+def as_tensor(values: Any) -> Tensor:
+    """Return a list or an array as a tensor, also if the array is reversed or in big-endian."""
+    if np.ma.is_masked(values):
+        raise TypeError("some values are masked")
+    if isinstance(values, np.ndarray):
+        order = "C" if min(values.strides, default=0) < 0 else "K"
+        values = np.asarray(values, values.dtype.newbyteorder("="), order)
+    return torch.as_tensor(values)
 
 
 @contextmanager
@@ -158,16 +171,22 @@ def _is_name(sample_id: Any) -> bool:
     )
 
 
-def checked_ids(ids: Sequence[Any], n_samples: int, function: str) -> list[int] | list[str]:
+def checked_ids(ids: Iterable[Any], n_samples: int | None, function: str) -> list[int] | list[str]:
     """Return the ids of samples as Python integers or strings, or raise an error.
 
     Args:
         ids: Distinct ids, which are all integers of 64 bits or all short printable strings.
-        n_samples: The required number of ids.
+        n_samples: The required number of ids, or None for any number.
         function: The function or the field that contains the ids, for error messages.
     """
+    if isinstance(ids, set | frozenset):
+        raise InputError(
+            f"{function} must contain the ids in the order of the samples. Found a set, which has "
+            "no order. Use a list.",
+            code="study.ids",
+        )
     plain = [i.item() if hasattr(i, "item") else i for i in ids]
-    if len(plain) != n_samples:
+    if n_samples is not None and len(plain) != n_samples:
         raise InputError(
             f"{function} must contain one id for each sample. Found {len(plain)} ids for "
             f"{n_samples} samples.",
@@ -193,7 +212,7 @@ def checked_ids(ids: Sequence[Any], n_samples: int, function: str) -> list[int] 
 
 def label_of(sample: Any) -> torch.Tensor:
     """Return the label of a sample as a tensor."""
-    return torch.as_tensor(sample["labels"] if isinstance(sample, Mapping) else sample[-1])
+    return as_tensor(sample["labels"] if isinstance(sample, Mapping) else sample[-1])
 
 
 def with_label(sample: Any, label: int) -> Any:

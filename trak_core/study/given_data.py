@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -20,7 +19,7 @@ from torch.utils.data import (
 
 from trak_core.dependency_digests import content_digest
 from trak_core.errors import InputError
-from trak_core.study.dataset_split import Split, checked_ids
+from trak_core.study.dataset_split import Split, as_tensor, checked_ids
 from trak_core.study.load_checkpoint import hash_tensors
 
 _READ_TWICE = 32  # The number of samples that are read twice, to notice random augmentation.
@@ -58,14 +57,15 @@ def _columns_of(data: Mapping[str, Any] | tuple[Any, ...]) -> StackDataset:
         # torch warns that writing to a tensor would change a read-only array, such as one from
         # pandas. These tensors are never written to.
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-        columns: Any = {k: torch.as_tensor(v) for k, v in given.items() if _has_rows_of_numbers(v)}
+        columns: Any = {k: as_tensor(v) for k, v in given.items() if _has_rows_of_numbers(v)}
     if not columns or len(columns) < len(given) or len({*map(len, columns.values())}) > 1:
         raise InputError(
             "Data in tensors must be a tuple of the model's inputs and then the labels, or a dict "
             "with `labels`. Each entry must be a tensor or an array of numbers, with a row for "
             f"each sample. Found {', '.join(map(_kind_of, given.values())) or 'nothing'}. Convert "
-            "pandas objects with `.to_numpy()`, and texts to numbers. If the data are a "
-            "DatasetDict, pass one of its splits. Pass a list of samples as a list, not a tuple.",
+            "pandas objects with `.to_numpy()`, texts to numbers, and masked arrays with "
+            "`.filled()`. If the data are a DatasetDict, pass one of its splits. Pass a list of "
+            "samples as a list, not a tuple.",
             code="study.given_tensors",
         )
     return StackDataset(**columns) if isinstance(data, Mapping) else StackDataset(*columns.values())
@@ -73,7 +73,8 @@ def _columns_of(data: Mapping[str, Any] | tuple[Any, ...]) -> StackDataset:
 
 def _has_rows_of_numbers(values: Any) -> bool:
     is_array = isinstance(values, np.ndarray) and values.dtype.kind in "biufc"
-    return (is_array or isinstance(values, Tensor)) and values.ndim > 0
+    is_whole = (is_array and not np.ma.is_masked(values)) or isinstance(values, Tensor)
+    return is_whole and values.ndim > 0
 
 
 def _kind_of(values: Any) -> str:
@@ -131,7 +132,7 @@ def split_of_data(data: Any, ids: Iterable[Any] | None) -> Split:
     size = len(data)
     if size == 0:
         raise InputError("Data must contain samples. Found none.", code="study.given_nothing")
-    split = Split(data, checked_ids(range(size) if ids is None else [*ids], size, "`ids`"))
+    split = Split(data, checked_ids(range(size) if ids is None else ids, size, "`ids`"))
     check_repeatable(split)
     return split
 

@@ -275,9 +275,8 @@ class Study:
         if n_samples is not None and not self.has(f"{pool}_ids"):
             return list(range(n_samples))
         with users_code(f"{self.path}: {pool}_ids(), which returns an id for each sample,"):
-            ids = list(self.function(f"{pool}_ids")())
-        n_ids = len(ids) if n_samples is None else n_samples
-        return checked_ids(ids, n_ids, f"{self.path}: {pool}_ids()")
+            given = self.function(f"{pool}_ids")()
+            return checked_ids(given, n_samples, f"{self.path}: {pool}_ids()")
 
 
 def trained_model(study: Study, arguments: dict[str, Any], data: Any = None) -> nn.Module:
