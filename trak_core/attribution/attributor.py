@@ -49,7 +49,7 @@ from trak_core.model_outputs.about_outputs import (
 )
 from trak_core.model_outputs.model_output import ModelOutput, own_output
 from trak_core.runtime.progress import notice, progress_bar
-from trak_core.settings import TRAIN, Combine, NormalSpec, Weighting
+from trak_core.settings import TRAIN, Combine, FeaturesSpec, NormalSpec, Weighting
 from trak_core.study.given_data import split_digest, split_of_data
 from trak_core.study.study import Study
 
@@ -288,14 +288,13 @@ class Attributor(FittedAttributor):
             train_digest=train_digest if is_exact else None,
         )
         try:
-            self._fit_checkpoints()
+            self._fit_checkpoints(features)
         except BaseException:
             self._setup = replace(self._setup, train=None)
             raise
         return self
 
-    def _fit_checkpoints(self) -> None:
-        features = self.settings.features
+    def _fit_checkpoints(self, features: FeaturesSpec) -> None:
         if self._is_projected:
             dim, divides = features.projection["proj_dim"], self.settings.norm_power is not None
             normal_matrix_need(dim, divides=divides).check(self._compute.memory_mb)
@@ -411,11 +410,8 @@ def _read_checkpoints(given: Any) -> tuple[dict[str, Checkpoint], dict[str, Any]
         are_names = all(stems) and len({*stems}) == len(stems)
         given = {stems[i] if are_names else str(i): weights for i, weights in enumerate(given)}
     if not given:
-        raise InputError(
-            "`checkpoints` must contain at least one checkpoint. Found none. Check that the "
-            "pattern of the paths matches files.",
-            code="attribution.no_checkpoint",
-        )
+        message = "`checkpoints` must contain at least one checkpoint. Found none."
+        raise InputError(message, code="attribution.no_checkpoint")
     entries: dict[str, Any] = {}
     in_memory: dict[str, Any] = {}
     for name, weights in given.items():
@@ -425,7 +421,7 @@ def _read_checkpoints(given: Any) -> tuple[dict[str, Checkpoint], dict[str, Any]
         if path == "" or not isinstance(path, str | PathLike | Mapping):
             raise InputError(
                 "A checkpoint must be a path or a state dict, such as `model.state_dict()`. Found "
-                f"{repr(path) if path == '' else type(path).__name__} for checkpoint {name}.",
+                f"{path!r:.80} for checkpoint {name}.",
                 code="attribution.no_checkpoint",
             )
         if isinstance(entry.get("path"), Mapping):
@@ -472,14 +468,14 @@ def _name_of_output(output: Output) -> str:
 
 def _check_settings(settings: Mapping[str, Any]) -> None:
     """Raise an error for settings with values that the schema of the config does not allow."""
-    for key in ("proj_dim", "seed"):
-        if not isinstance(settings[key], Integral):
-            raise InputError(
-                f"`{key}` must be an integer. Found {settings[key]!r}.", code="attribution.scoring"
-            )
+    kinds = {"proj_dim": Integral, "seed": Integral, "damping": Real, "loss_weight_power": Real}
+    for key, kind in kinds.items():
+        if not isinstance(value := settings[key], kind):
+            needed = "an integer" if kind is Integral else "a number"
+            message = f"`{key}` must be {needed}. Found {value!r}."
+            raise InputError(message, code="attribution.scoring")
     power, damping = settings["loss_weight_power"], settings["damping"]
-    are_numbers = all(isinstance(value, Real) for value in (power, damping))
-    if not are_numbers or not 0 < power <= 1 or not 0 <= damping < float("inf"):
+    if not 0 < power <= 1 or not 0 <= damping < float("inf"):
         raise InputError(
             "`loss_weight_power` must be above 0 and at most 1, and `damping` must be finite and "
             f"at least 0. Found `loss_weight_power` {power!r} and `damping` {damping!r}.",

@@ -91,6 +91,11 @@ def chat_texts(
                 code="studies.messages",
             )
     given = _row_arguments(row)
+    if _has_null([given.get("tools", []), *(m.get("tool_calls") or [] for m in messages)]):
+        notify(
+            "tools or tool calls of a row contain null, which is passed to the chat template. If "
+            "training removed such values, as TRL does, remove them from the file."
+        )
     arguments = {**given, **given.pop("chat_template_kwargs", {}), "tokenize": False}
     arguments["chat_template"] = _dated(tokenizer.get_chat_template(tools=given.get("tools")), date)
 
@@ -125,6 +130,12 @@ def chat_texts(
                 f"{message['role']!r}: {text.strip()[:40]!r}."
             )
     return before, whole
+
+
+def _has_null(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return any(map(_has_null, value.values() if isinstance(value, dict) else value))
+    return value is None
 
 
 def _row_arguments(row: Mapping[str, Any]) -> dict[str, Any]:
