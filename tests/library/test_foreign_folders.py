@@ -37,7 +37,7 @@ def test_a_config_that_weights_do_not_show_is_told(tmp_path, capsys):
     assert "Notice" not in capsys.readouterr().out
     change(file, n_head=2 * model.config.n_head)
     load_checkpoint(model, tmp_path)
-    told = f"n_head {2 * model.config.n_head} for {model.config.n_head}"
+    told = f"n_head {2 * model.config.n_head} instead of {model.config.n_head}"
     assert told in capsys.readouterr().out
     assert told in check_checkpoint(model, tmp_path)[1]
 

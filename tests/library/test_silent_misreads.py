@@ -167,7 +167,7 @@ def test_images(tmp_path, capsys):
     assert len(image_folder(*arguments).train_ids()) == 2
     told = capsys.readouterr().err
     assert "not read: 4.png, cat/.3.png, cat/3.gif, cat/3.heic. " in told
-    assert "no classes: empty." in told
+    assert "do not become classes: empty." in told
     # PIL would make all values above 255 white.
     Image.fromarray(np.full((2, 2), 300, np.uint16)).save(tmp_path / "images/dog/2.png")
     with refused("studies.image_depth", "I;16", "dog/2.png"):
