@@ -170,6 +170,21 @@ def test_a_new_checkpoint_leaves_finished_scores_until_they_are_replaced(tmp_pat
     assert not np.allclose(both, scores)
 
 
+def test_other_targets_of_a_finished_experiment_are_not_mixed_with_the_old_ones(tmp_path):
+    """The targets of a killed run are kept, and so are those of other model ids."""
+    traker, part = scored(finalized(tmp_path, (0, 1))), [t[:2] for t in TRAIN]
+    traker.start_scoring_checkpoint("mine", STATES[0], 0, M)
+    alone = np.array(traker.finalize_scores("mine", model_ids=[0]))
+    both = np.array(scored(traker, (1,)).finalize_scores("mine"))
+    assert not np.allclose(both, alone)
+    again = tracer(tmp_path)
+    again.start_scoring_checkpoint("mine", STATES[0], 0, M)
+    again.score(part, num_samples=2)
+    with refused("compat.unusable", "model id 0: its targets 2, 3, 4, 5 are not scored"):
+        again.finalize_scores("mine")
+    assert np.array_equal(scored(again).finalize_scores("mine"), both)
+
+
 def test_another_lambda_finalizes_again(tmp_path):
     scored(finalized(tmp_path))
     traker = tracer(tmp_path, lambda_reg=1.0)

@@ -233,8 +233,8 @@ class MmapSaver(AbstractSaver):
     def init_experiment(self, exp_name: str, num_targets: int, model_id: int) -> None:
         new = {"num_targets": num_targets, "scores_path": str(self._scores_path(exp_name))}
         with self.locked():
-            known = self._update_experiment(exp_name, new | {"scores_finalized": 0})["num_targets"]
-            if known != num_targets:
+            state = self._update_experiment(exp_name, new | {"scores_finalized": 0})
+            if (known := state["num_targets"]) != num_targets:
                 raise InputError(
                     "An experiment must always have the same number of targets. Found "
                     f"{num_targets} for {exp_name!r}, which has {known} in {self.save_dir}. Use "
@@ -242,6 +242,8 @@ class MmapSaver(AbstractSaver):
                     code="compat.other_targets",
                 )
             self.load_current_store(model_id, exp_name, num_targets, mode="w+")
+            if state["scores_finalized"]:  # Other targets must not be mixed with finished ones.
+                self.current_store[f"{exp_name}_grads"][:] = np.nan
         # These arrays are opened read-only, because several processes may score at the same time.
         self.load_current_store(model_id, mode="r")
 
