@@ -221,8 +221,9 @@ def test_texts_are_cut_as_by_the_saved_tokenizer(classifier, capsys):
         assert told in capsys.readouterr().err
     (sample,) = language_model(file, weights).train_data()
     assert sample["input_ids"].shape == (3,)
-    # `model_max_length`, to which tokenizers cut by default, counts too if it is the smaller one.
-    for model_max_length, n_tokens in ((2, 2), (4, 3), (512, 3)):
+    # `model_max_length`, to which tokenizers cut by default, counts if there is no such number.
+    for truncation, model_max_length, n_tokens in ((True, 2, 3), (False, 2, 2)):
+        made("sky", truncation=truncation, max_length=3)
         made.model_max_length = model_max_length
         made.save_pretrained(weights)
         (sample,) = language_model(file, weights).train_data()

@@ -61,8 +61,8 @@ def language_model(
             output. The default is the field ``prompt`` of rows that have one. If prompt and text
             are lists of messages, as in TRL, the tokenizer's chat template joins them.
         max_tokens: The number of tokens to which texts are cut. The default is the length to which
-            the tokenizer cut texts when it was saved, or its `model_max_length` if that is less,
-            if the model's context is not exceeded. Otherwise texts are not cut, and longer texts
+            the tokenizer cut texts when it was saved, or else its `model_max_length`, if the
+            model's context is not exceeded. Otherwise texts are not cut, and longer texts
             than the context raise an error.
         date: A date such as ``"2024-07-26"``, which a chat template writes instead of today's date.
 

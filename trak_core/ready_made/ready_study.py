@@ -117,20 +117,19 @@ def saved_length(tokenizer: Any, most: int | None) -> int | None:
     """Return the number of tokens to which a fast tokenizer cut texts when it was saved.
 
     A tokenizer that cuts texts in training keeps this number, and writes it to tokenizer.json. If
-    no number is given in training, the number is ``model_max_length``. Return the smaller of both.
-    Return None if they exceed ``most``, or if only ``model_max_length`` is known and equals it.
+    there is no such number, it is ``model_max_length``, to which tokenizers cut by default. Return
+    None if the number exceeds ``most``, or if it is ``model_max_length`` and equals ``most``.
     """
     most = 10**9 if most is None else most  # An unknown ``model_max_length`` is 10**30.
     truncation = getattr(getattr(tokenizer, "backend_tokenizer", None), "truncation", None)
-    lengths = [truncation["max_length"]] if truncation and truncation["max_length"] <= most else []
-    lengths += [tokenizer.model_max_length] if tokenizer.model_max_length < most else []
-    if not lengths:
+    length = truncation["max_length"] if truncation else tokenizer.model_max_length
+    if length > most or (not truncation and length == most):
         return None
     notice(
-        f"texts are cut to {min(lengths)} tokens, as by the tokenizer when it was saved. If "
+        f"texts are cut to {length} tokens, as by the tokenizer when it was saved. If "
         "training cut texts to another length, set max_tokens in study_arguments."
     )
-    return min(lengths)
+    return length
 
 
 _MAX_PIECES = 4  # A character has at most 4 bytes in UTF-8, and therefore at most 4 tokens.
