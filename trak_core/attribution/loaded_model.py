@@ -226,10 +226,11 @@ class LoadedModel:
         return needed.mapped(lambda memory: replace(memory, shared_bytes=_LOGIT_PIECES_BYTES))
 
     def reproduces(self, data: Split, columns: Mapping[str, np.ndarray]) -> bool:
-        """Return whether the model still has the stored outputs and loss weights, up to rounding.
+        """Return whether the model still gives the stored values, up to rounding.
 
-        Eight samples are compared, which detects most changes of the model's code, the output
-        function and the data. ``columns`` are the stored values of all samples, shape (n,) each.
+        Model outputs, loss weights and any curvatures of eight samples are compared, which detects
+        most changes of the model's code, the output function and the data. ``columns`` are the
+        stored values of all samples, shape (n,) each.
         """
         rows = np.unique(np.linspace(0, len(data.ids) - 1, _FEW).astype(int))
         functions = {"outputs": self.output.value, "loss_weights": self.output.loss_weight}

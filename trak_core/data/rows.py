@@ -106,7 +106,8 @@ class RowFile(Sequence[dict[str, Any]]):
                 if an id occurs twice, or if the field is named ``ID``. The error names the line.
         """
         if all(row.get("id") is None for row in self.rows):
-            near = [name for name in self.rows[0] if name.strip().casefold() == "id" != name]
+            others = (name for name in self.rows[0] if name != "id")
+            near = [name for name in others if name.strip().casefold() == "id"]
             if near:
                 raise InputError(
                     f"{self.path}: ids must be in the field id. Found the field {near[0]!r}, which "

@@ -4,8 +4,8 @@ A model output f is one number for each sample, such as a margin. The gradient o
 one for each entry of the parameters, in ``named_parameters`` order and row-major within a
 parameter. One backward pass computes the gradients of all samples of a batch
 (``gradients_at_once``). If autograd's graph of the model can't be read, the samples are
-differentiated one by one. The gradients of each parameter are passed to a *consumer*, such as a
-projection, as soon as they are computed. The (batch, p) matrix of gradients is never formed.
+differentiated one by one. As soon as the gradients of a parameter are computed, they are passed to
+a *consumer*, such as a projection. The (batch, p) matrix of all gradients is never stored.
 
 Most functions take a ``model`` on the samples' device, the ``parameters`` that
 ``select_parameters`` returned, and the model ``output`` f. They restore the model's training mode.

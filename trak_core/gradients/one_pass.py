@@ -8,8 +8,9 @@ vmapped vector-Jacobian product.
 
 Unlike with ``torch.func.vmap(torch.func.grad(f))``, the model runs as it is written, with its own
 kernels, hooks and control flow, because nothing is traced. The (B, p) matrix of gradients is not
-formed: a consumer gets each parameter's gradients as soon as they are computed, for a linear layer
-as the pair of output gradients and inputs (see ``gradient_formulas``).
+formed, because a consumer gets each parameter's gradients as soon as they are computed. For a
+linear layer, it gets output gradients and inputs, whose product the gradient is (see
+``gradient_formulas``).
 """
 
 import itertools
