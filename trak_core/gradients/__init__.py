@@ -1,15 +1,18 @@
-"""Compute per-sample gradients of a model output, one parameter after another.
+"""Compute the gradient of a model output for each sample.
 
-A model output f is one number for each sample, such as a margin. The gradient of f has p entries,
-one for each entry of the parameters, in ``named_parameters`` order and row-major within a
-parameter. One backward pass computes the gradients of all samples of a batch
-(``gradients_at_once``). If autograd's graph of the model can't be read, the samples are
-differentiated one by one. As soon as the gradients of a parameter are computed, they are passed to
-a *consumer*, such as a projection. The (batch, p) matrix of all gradients is never stored.
+The model output f is one number for each sample, such as the margin of the correct class. The
+gradient of f has p entries, one for each entry of the parameters. The parameters are in
+``named_parameters`` order, and the entries of a parameter are in row-major order.
+
+Usually, one backward pass computes the gradients of all samples of a batch (``gradients_at_once``).
+If this is impossible for a model, autograd computes the gradient of one sample at a time. As soon
+as the gradients with respect to a parameter are computed, they are passed to a *consumer*, such as
+a random projection. The (batch, p) matrix of all gradients is never stored.
 
 Most functions take a ``model`` on the samples' device, the ``parameters`` that
-``select_parameters`` returned, and the model ``output`` f. They restore the model's training mode.
-``samples`` have a form that ``as_batch`` accepts. Errors name samples by their ``sample_ids``.
+``select_parameters`` returned, and the model output f as ``output``. ``samples`` have a form that
+``as_batch`` accepts, and error messages name samples by their ``sample_ids``. After the call, the
+model is in training or evaluation mode as before.
 """
 
 from trak_core.gradients.batch_size import (

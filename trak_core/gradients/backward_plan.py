@@ -1,17 +1,20 @@
-"""Plan a backward pass: find the edges of the graph at which per-sample gradients are computed.
+"""Plan a backward pass that computes the gradients of all samples of a batch.
 
-A tensor of the graph is *split* if each of its entries belongs to one sample, as a *layout* states
-(see ``graph.py``). All other tensors are *shared*: parameters, functions of parameters alone, and
-tensors that mix samples. Let f_1, ..., f_B be the model outputs of the B samples. If an entry of a
-split tensor x belongs to sample i, only f_i depends on this entry, so that the derivatives of
-sum_j f_j and of f_i with respect to the entry are equal. Therefore, one backward pass of the sum
-computes the gradients with respect to x for all samples. An edge from the split output y of an
-operation to a shared input w of this operation is a *crossing*. At a crossing, the chain rule is
+Let f_1, ..., f_B be the model outputs of the B samples. An entry of a tensor *belongs to* sample i
+if, among these outputs, only f_i depends on the entry. The derivatives of sum_j f_j and of f_i with
+respect to this entry are then equal. Therefore, if each entry of a tensor belongs to one sample,
+one backward pass of the sum computes the gradients with respect to this tensor for all samples.
+All other tensors are *shared* by the samples: parameters, functions of parameters alone, and
+tensors in which an operation has mixed samples.
+
+A *crossing* is an edge of autograd's graph from an operation whose output entries each belong to
+one sample to a shared input of this operation. Let y be the output and w the input. The chain rule
+at a crossing is
 
     d(sum_i f_i)/dw = sum_i sum_{t of sample i} (df_i/dy_t) (dy_t/dw),
 
-where t runs over the entries of y that belong to sample i. The B inner sums are the samples'
-gradients with respect to w. ``gradient_formulas`` computes them in closed form.
+where t runs over the entries of y that belong to sample i. The inner sum is the gradient of f_i
+with respect to w. ``gradient_formulas`` computes these B sums separately.
 """
 
 from collections import Counter, defaultdict
@@ -24,8 +27,9 @@ from torch import Tensor
 from trak_core.gradients.graph import Edge, Graph, Layout, Node, combined, cyclic, name_of, shape_of
 from trak_core.gradients.sample_owner_rules import input_layouts
 
-# Operations that only move or copy entries. The gradients with respect to input and output of these
-# operations have the same entries, possibly in another order, so their inner products are equal.
+# Operations that only copy the entries of a tensor or change their order. The gradients with
+# respect to the input and the output have the same entries, so the inner products of two samples'
+# gradients are equal for input and output.
 MOVES = {
     *("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze"),
     *("Clone", "Alias", "ToCopy"),
@@ -35,7 +39,7 @@ _CUTS = {"Split", "SplitWithSizes", "Unbind"}
 
 
 def keeps_order(node: Node) -> bool:
-    """Return whether an operation of ``MOVES`` keeps the row-major order of the entries."""
+    """Return whether an operation of ``MOVES`` keeps a tensor's entries in row-major order."""
     return name_of(node) not in _TURNS or len(shape_of(node, 0)) < 2
 
 
@@ -46,53 +50,55 @@ def _transposes(node: Node) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Region:
-    """A connected part of the graph that all samples share, such as a weight and its transpose.
+    """A set of connected tensors that all samples share, such as a weight and its transpose.
 
-    Gradients enter a region at *crossings*: edges of the graph from a tensor whose entries belong
-    to single samples to a tensor of the region.
+    In a backward pass, gradients enter the region at *crossings*: edges from operations whose
+    output entries each belong to one sample to tensors of the region.
     """
 
     n_crossings: int = 0  # number of crossings that lead into the region
     parameters: list[int] = field(default_factory=list)  # indices of the region's parameters
-    # Whether the region has one parameter, and each crossing leads to the whole parameter, possibly
-    # transposed or reshaped. Then the gradients at the crossings only have to be transposed or
-    # reshaped and added, and no backward pass through the region is needed.
+    # Whether the region has one parameter, and each crossing leads to this whole parameter,
+    # possibly transposed or reshaped. The parameter's gradients are then the sum of the gradients
+    # at the crossings, transposed or reshaped. They need no backward pass through the region.
     is_direct: bool = True
-    # Whether the region has one parameter, and crossings lead to disjoint sets of the parameter's
-    # entries. Then inner products of gradients are sums of inner products at the crossings.
+    # Whether the region has one parameter, and no two crossings lead to the same entry of this
+    # parameter. The inner product of two samples' gradients is then the sum of the inner products
+    # at the crossings.
     is_simple: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The crossings of a graph, at which a backward pass reads per-sample gradients.
+    """The edges of autograd's graph at which a backward pass reads per-sample gradients.
 
-    A crossing is an edge from an output of an operation, whose entries belong to single samples,
-    to an input of the operation that all samples share, such as a weight.
+    These edges are called crossings. A crossing leads from an operation, whose output entries each
+    belong to one sample, to an input that all samples share, such as a weight.
     """
 
-    # For each operation with crossings, the layouts of the outputs that are used, by output number.
+    # For each operation with crossings: the layout of each output that the model uses, by output
+    # number. The layout states which entries of the output belong to which sample.
     layouts: dict[Node, dict[int, Layout]]
-    # For each operation with crossings, the crossings and the regions to which they lead.
+    # For each operation with crossings: each crossing, and the region to which it leads.
     crossings: dict[Node, list[tuple[Edge, Region]]]
     regions: list[Region]
-    # Operations with crossings from which the backward pass continues to other operations with
-    # crossings. Hooks read the gradients of their outputs.
+    # Operations with crossings at which the backward pass doesn't end, because it must reach other
+    # operations with crossings. Hooks read the output gradients of these ``inner`` operations.
     inner: list[Node]
     last: list[Node]  # operations with crossings at which the backward pass ends
     parameters: Sequence[Tensor]  # those for which gradients are computed
-    # Whether graphs with an equal ``signature`` have the same plan. If not, the plan also depends
-    # on saved values, such as the indices of a gather.
+    # Whether the plan can be reused for every graph with the same ``signature``. If not, the plan
+    # also depends on values that operations have saved, such as the indices of a gather.
     is_fixed: bool
 
     def on_graph(
         self, nodes: Mapping[Node, Any] | Sequence[Node], parameters: Sequence[Tensor]
     ) -> "Plan":
-        """Return this plan for another graph, which must have an equal ``signature``.
+        """Return the same plan for another graph, which must have the same ``signature``.
 
-        ``nodes`` maps the nodes of this plan to the corresponding nodes of the other graph. It may
-        also map nodes to integers. A plan with integers in place of nodes, and without parameters,
-        keeps no graph in memory, so it can be cached.
+        ``nodes`` maps each node of this plan to the corresponding node of the other graph. For a
+        plan that is cached, ``nodes`` maps to integers and ``parameters`` is empty, because a
+        reference to a node or a parameter would keep a graph in memory.
         """
         crossings = {
             nodes[user]: [
@@ -105,7 +111,10 @@ class Plan:
         return Plan(layouts, crossings, self.regions, inner, last, parameters, self.is_fixed)
 
     def formed_inputs(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Return (operation, shape) for each shared input whose per-sample gradients are stored."""
+        """Return the operation and the shape of each input whose per-sample gradients are stored.
+
+        The gradients with respect to other inputs are passed on as factors, which are smaller.
+        """
         return [
             (name_of(edge.user), shape_of(edge.node, edge.number))
             for pairs in self.crossings.values()
@@ -117,7 +126,11 @@ class Plan:
 def make_plan(
     graph: Graph, root: tuple[Node, int], layout: Layout, parameters: Sequence[Tensor]
 ) -> Plan:
-    """Return the plan of a backward pass that starts at ``root``, a node and its output number."""
+    """Return the plan of a backward pass that starts at the model outputs.
+
+    ``root`` is the node that computes the model outputs, with the number of the node's output.
+    ``layout`` states which model output belongs to which sample.
+    """
     layouts, is_fixed = _layouts(graph, root, layout)
     inside = [edge for node in graph.order if node not in layouts for edge in graph.edges[node]]
     crossings = [edge for node in layouts for edge in graph.edges[node] if edge.node not in layouts]
@@ -141,14 +154,15 @@ def make_plan(
 def _layouts(
     graph: Graph, root: tuple[Node, int], layout: Layout
 ) -> tuple[dict[Node, dict[int, Layout]], bool]:
-    """Return all outputs whose entries belong to single samples, with their layouts.
+    """Return the layouts of all operations' outputs whose entries each belong to one sample.
 
-    Also return whether the graph determines the layouts. Otherwise, they also depend on values that
-    operations have saved, such as indices.
+    The second result is True if the graph alone determines the layouts. It is False if they also
+    depend on values that operations have saved, such as indices.
     """
     shared, is_one_sample = set(graph.parameters), layout.n_samples == 1
-    # With a single sample, all entries of all tensors belong to this sample. Parameters and their
-    # views nevertheless count as shared, because crossings must lead to them.
+    # If the batch has only one sample, all entries of all tensors belong to this sample. Parameters
+    # and their views are nevertheless treated as shared, because only shared tensors have
+    # crossings.
     if is_one_sample:
         for node in reversed(graph.order):
             if name_of(node) in MOVES and {edge.node for edge in graph.edges[node]} <= shared:
@@ -178,7 +192,10 @@ def _layouts(
 
 
 def _regions(inside: list[Edge], crossings: list[Edge], graph: Graph) -> dict[Node, Region]:
-    """Return the region of each shared node, by union-find over edges between shared nodes."""
+    """Return the region of each shared node, by union-find over ``inside``.
+
+    ``inside`` are the edges between shared nodes.
+    """
     parent: dict[Node, Node] = {}
 
     def head(node: Node) -> Node:

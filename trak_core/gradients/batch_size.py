@@ -1,4 +1,4 @@
-"""Determine how many samples fit into memory when they are differentiated together."""
+"""Determine the largest batch whose gradients can be computed in the available memory."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -26,18 +26,19 @@ T = TypeVar("T")
 # The measured ratio was 1.5 to 1.7 for a ResNet and for GPT-2-like models of 7 and 124 million
 # parameters. The value 2 leaves a margin.
 _ACTIVATIONS = 2
-# Gradients and logits are computed in pieces. These are the largest numbers of pieces of gradients,
-# and of logits, that are in memory at the same time.
+# Gradients and logits are computed in pieces, to save memory. At most ``_PIECES`` pieces of
+# gradients and ``_LOGIT_PIECES`` pieces of logits are in memory at the same time.
 _PIECES, _LOGIT_PIECES = 3, 4
 PIECE_BYTES = 4 * PIECE
 
 
 @dataclass(frozen=True, slots=True)
 class SampleMemory:
-    """The memory, in bytes, that differentiating the model output of a batch needs."""
+    """The memory, in bytes, that computing the per-sample gradients of a batch needs."""
 
-    # Peak memory of one sample: tensors that the forward pass saves, tensors of the backward pass,
-    # and gradients with respect to tensors that are computed from parameters.
+    # Peak memory for one sample: the tensors that the forward pass saves, the tensors of the
+    # backward pass, and the stored gradients with respect to tensors that are computed from
+    # parameters.
     activation_bytes: int
     gradient_bytes: int  # size of the gradient of one sample
     shared_bytes: int = 0  # memory that is needed once, for any number of samples
@@ -56,7 +57,7 @@ class SampleMemory:
 
 
 class TooMuchMemoryError(Exception):
-    """The activations of one sample need more than ``most_bytes`` (see ``sample_memory``)."""
+    """The activations of one sample need more memory than ``sample_memory`` was allowed to use."""
 
 
 def sample_memory(
@@ -68,16 +69,17 @@ def sample_memory(
     most_bytes: int | None = None,
     n_copies: int = 2,
 ) -> SampleMemory:
-    """Return an estimate of the memory that is needed to differentiate the first sample.
+    """Return an estimate of the memory that is needed to compute the first sample's gradient.
 
-    The function runs a forward pass for ``n_copies`` copies of the sample, and counts the bytes
-    that autograd saves. With two copies, the estimate includes the gradients that are stored where
-    operations mix samples. ``blocks`` are the blocks of the model, if any, that are recomputed in
-    the backward pass.
+    The function runs a forward pass for a batch of ``n_copies`` copies of the sample, and counts
+    the bytes that autograd saves. If an operation mixes samples, per-sample gradients with respect
+    to its inputs must be stored. A batch needs two copies to include these gradients in the
+    estimate. ``blocks`` are the model's blocks, if any, whose activations are recomputed in the
+    backward pass.
 
     Raises:
-        TooMuchMemoryError: If the activations of one sample need more than ``most_bytes``. Saved
-            tensors are freed as soon as they exceed this limit, so memory doesn't run out here.
+        TooMuchMemoryError: If the activations of one sample need more than ``most_bytes``. When
+            this limit is exceeded, the function frees saved tensors and doesn't run out of memory.
     """
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     saved: dict[int, int] = {}
@@ -95,8 +97,8 @@ def sample_memory(
         if storage.data_ptr() not in own:
             n_saved += storage.nbytes() - saved.get(storage.data_ptr(), 0)
             saved[storage.data_ptr()] = storage.nbytes()
-        # Saving the tensor with its graph, or raising an error here, would create a reference cycle
-        # through the graph, whose memory would then never be freed.
+        # Saving the tensor without detaching it, or raising an error in this function, would create
+        # a reference cycle through the graph, so that the graph's memory would never be freed.
         cell = [tensor.detach()]
         held.append(cell)
         while is_too_much() and held:
@@ -104,7 +106,8 @@ def sample_memory(
         return cell
 
     def unpack(cell: list[Tensor]) -> Tensor:
-        # This is called if ``forward`` itself differentiates. ``save`` may have freed the tensor.
+        # Autograd calls this function if ``forward`` itself computes gradients. By this time,
+        # ``save`` may have freed the tensor.
         if not cell:
             raise TooMuchMemoryError
         return cell[0]
@@ -124,8 +127,8 @@ def sample_memory(
         with contextlib.suppress(UnreadableGraphError):
             plan = plan_of(values, list(parameters.values()), 0)
             shapes = [shape for _, shape in plan.formed_inputs()]
-            # The factor 2 counts two gradients: with respect to the shared tensor, and with respect
-            # to the parameter from which this tensor is computed.
+            # The factor 2 is for two gradients: one with respect to the tensor that samples share,
+            # and one with respect to the parameter from which this tensor is computed.
             activations += 2 * values.element_size() * sum(map(prod, shapes))
     gradients = sum(p.numel() * p.element_size() for p in parameters.values())
     return SampleMemory(activations, gradients)
@@ -134,8 +137,9 @@ def sample_memory(
 def _pair(batch: Batch) -> Batch:
     """Return a batch of two copies of the first sample of ``batch``.
 
-    The copies have new storages, because memory is counted by storage. For texts, the second copy
-    is one token shorter, so that the model's code for padding also runs.
+    The copies share no memory with ``batch`` or each other, because ``sample_memory`` counts each
+    storage only once. If the sample is a text, the second copy is one token shorter, so that the
+    model's code for padding also runs.
     """
     if batch.lengths is None:
         pair = batch.mapped(lambda tensor: tensor[:1].expand(2, *tensor.shape[1:]))
@@ -148,8 +152,8 @@ def _pair(batch: Batch) -> Batch:
 def budget_bytes(device: torch.device, memory_mb: int) -> int:
     """Return the bytes that a batch may use: ``memory_mb`` MiB, or 4/5 of a GPU's free memory.
 
-    Gradients and logits are computed in pieces, which are larger on a GPU than on a CPU.
-    ``SampleMemory`` assumes the pieces of a CPU, so a GPU's budget is reduced by the difference.
+    Gradients and logits are computed in pieces. ``SampleMemory`` assumes pieces of the size that is
+    used on a CPU. On a GPU, pieces are larger, so the budget is reduced by the difference.
     """
     if device.type == "cuda":
         larger_pieces = (_PIECES + _LOGIT_PIECES) * 4 * (max_piece_entries(device) - PIECE)
@@ -194,14 +198,15 @@ def in_chunks(
             yield start, stop, result
             start = stop
             continue
-        # This is not in the ``except`` block, where the error's traceback keeps tensors alive.
+        # The cache is emptied after the ``except`` block, because the error's traceback keeps the
+        # tensors of the failed call in memory until the block ends.
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryByLength:
-    """The memory that differentiating a text needs, as a function of its padded length.
+    """The memory that computing a text's gradient needs, as a function of the padded length.
 
     ``shortest`` and ``longest`` are the numbers of tokens of the shortest and of the longest text,
     or 0 if all samples have the same shape. ``of_shortest`` and ``of_longest`` are the memory that
@@ -232,7 +237,7 @@ class MemoryByLength:
         return replace(self, of_shortest=low, of_longest=high)
 
     def room(self, device: torch.device, memory_mb: int) -> "MemoryBudget":
-        """Return the memory that a batch may use. Raise an error if the longest text needs more."""
+        """Return the memory budget of a batch. Raise an error if the longest text needs more."""
         budget, needed = budget_bytes(device, memory_mb), self.of_longest.bytes_of(1)
         if needed > budget:
             memory, remedy = "compute.memory_mb", "Raise compute.memory_mb"
@@ -255,7 +260,7 @@ class MemoryBudget:
     budget_bytes: int
 
     def most(self, length: int) -> int:
-        """Return the size, at least 1, of a batch of texts of ``length`` tokens that fits."""
+        """Return how many texts of ``length`` tokens fit into the budget, but at least 1."""
         return max(1, self.needed.at(length).most(self.budget_bytes))
 
 
@@ -267,7 +272,11 @@ def memory_by_length(
     blocks: Recomputation | None = None,
     most_bytes: int | None = None,
 ) -> MemoryByLength:
-    """Return the memory (``sample_memory``) that the shortest and longest text of ``few`` need."""
+    """Return the memory that computing gradients needs, as measured for samples in ``few``.
+
+    If samples are texts, ``sample_memory`` measures the shortest and the longest text of ``few``.
+    Otherwise, it measures the first sample.
+    """
     if few.lengths is None:
         n_copies = min(2, len(few))
         needed = sample_memory(model, parameters, output, few, blocks, most_bytes, n_copies)

@@ -39,7 +39,8 @@ _LABEL_SHAPES = (
 )
 # A step of a forward pass: the name of a module, and the tensors that it gets or returns.
 _Step = tuple[str, list[Tensor]]
-# Errors of the user's model that are not raised again. Other messages quote them.
+# If the user's model raises one of these errors for a single sample, the error is quoted in the
+# message of an ``InputError``.
 _FAILURES = (RuntimeError, ValueError, TypeError, IndexError)
 # Upper bound for the rounding error of a sample's features, relative to their largest entry.
 _ROUNDING = 1e-5
@@ -49,8 +50,8 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
     """Raise an error if a sample's output depends on other samples, random numbers or padding.
 
     In evaluation mode, the model outputs of the first eight samples are computed in one batch, and
-    then in eight batches of one sample. If they differ, the error names the first layer whose
-    output differs.
+    then in eight batches of one sample. If the two results differ, the function looks for the
+    cause. If the cause is in the model, the error names the first layer whose output differs.
     """
     batch = as_batch(samples, output).rows(slice(0, _SAMPLES))
     if len(batch) < 2:
@@ -59,8 +60,8 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
         returned, allowed = call_with_rounding(model, batch)
         together, sizes = _read(output, returned, batch)
         tolerance = allowed * (1 + together.abs() + sizes)
-        # A text that is a batch by itself has no padding. If the model output then differs, the
-        # code below determines whether padding is the reason.
+        # ``rows`` removes the padding of each text. If the model outputs then differ, the code
+        # below determines whether padding is the reason.
         alone = _one_by_one(model, output, [batch.rows(slice(i, i + 1)) for i in range(len(batch))])
         if _close(together, alone, tolerance):
             return
@@ -87,8 +88,8 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
                     "The model output of a text must not depend on padding, which is added on the "
                     "right of shorter texts. Padding changes the model output by up to "
                     f"{_largest_difference(together, alone):.2g}. If tokens attend to later "
-                    "tokens, let the model use an input `attention_mask`, or give texts of equal "
-                    "length.",
+                    "tokens, let the model use an input `attention_mask`, or make all texts "
+                    "equally long.",
                     code="gradients.padding",
                 )
             alone = padded
@@ -108,7 +109,7 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
 def _one_by_one(
     model: nn.Module, output: ModelOutput, parts: Sequence[Batch]
 ) -> Tensor | Exception:
-    """Return the model output of batches of one sample, or the error that the model raised."""
+    """Return the model outputs of batches of one sample, or the error that the model raised."""
     try:
         return torch.cat([_read(output, part.given_to(model), part)[0] for part in parts])
     except _FAILURES as error:
@@ -120,7 +121,7 @@ def _largest_difference(a: Tensor, b: Tensor) -> float:
 
 
 def _read(output: ModelOutput, returned: object, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return each sample's model output, and the largest absolute value that the model returned."""
+    """Return each sample's model output f, and the largest absolute value in the model's result."""
     outputs = output.read(returned)
     n, labels = len(batch), batch.labels
     rows = rows_in(outputs, n)
@@ -140,7 +141,7 @@ def _close(a: Tensor, b: Tensor | Exception, tolerance: Tensor) -> bool:
 
 
 def _alone(batch: Batch, i: int) -> Batch:
-    """Return sample ``i`` as a batch of one, padded to the length of the given batch."""
+    """Return sample ``i`` as a batch of one sample that keeps the padding of ``batch``."""
     return batch.mapped(lambda tensor: tensor[i : i + 1])
 
 
@@ -165,7 +166,10 @@ def _first_difference(steps: Iterable[_Step], others: Iterable[_Step], allowed: 
 
 
 def _steps(model: nn.Module, batch: Batch) -> tuple[list[_Step], str | None]:
-    """Return the inputs and results of modules in calling order, and the module that failed."""
+    """Return the inputs and results of the model's modules, in the order of the calls.
+
+    If the model raises an error, also return the name of the module that failed.
+    """
     steps: list[_Step] = []
     inside: list[str] = []
     with ExitStack() as stack:
@@ -189,7 +193,7 @@ def _steps(model: nn.Module, batch: Batch) -> tuple[list[_Step], str | None]:
 
 
 def _tensors(tree: Any, n_rows: int) -> list[Tensor]:
-    """Return copies of the tensors in ``tree``, a nested container, that have ``n_rows`` rows."""
+    """Return copies of all tensors with ``n_rows`` rows in ``tree``, a nested container."""
     leaves = pytree.tree_leaves(tree)
     rows = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
     return [leaf.detach().clone() for leaf in rows if len(leaf) == n_rows]
@@ -198,7 +202,7 @@ def _tensors(tree: Any, n_rows: int) -> list[Tensor]:
 def count_classes(
     model: nn.Module, output: ModelOutput, samples: Samples, device: torch.device
 ) -> int | None:
-    """Return the number of classes of the model's output, by calling it with the first sample.
+    """Return the number of classes that the model predicts, by calling it with the first sample.
 
     The result is at least 2, or None if labels are not classes. The model must be on ``device``,
     but the samples may be on another device. An ``InputError`` is raised if the model output of
@@ -218,7 +222,7 @@ def count_classes(
         )
     _notice_unlikely(output, outputs, sample)
     if output.label_ndim is None:
-        # If the model output can't be computed, this call raises an error that says why.
+        # This call raises an error with an explanation if the model output can't be computed.
         over_samples(output.value, returned, sample.labels)
     elif sample.labels.ndim == 1 + output.label_ndim:
         label = torch.zeros_like(sample.labels[0])
@@ -229,8 +233,8 @@ def count_classes(
         if shape:
             raise InputError(
                 f"The model output must be one number for each sample. Found {shape}. For this "
-                f"sample, the model returned shape {tuple(outputs.shape)}, and the label has shape "
-                f"{tuple(label.shape)}.",
+                f"sample, the model returned a tensor of shape {tuple(outputs.shape)}, and the "
+                f"label has shape {tuple(label.shape)}.",
                 code="gradients.output_shape",
             )
     return n_classes
@@ -255,8 +259,8 @@ def _notice_unlikely(output: ModelOutput, outputs: Any, sample: Batch) -> None:
         if len(same) > 2 and shifted.all() and not same.all():
             notice(
                 "each label is the next token of the text, so the labels seem to be shifted. The "
-                "model output shifts the labels itself. Therefore, put the label of each token at "
-                "the position of the token."
+                "model output shifts the labels itself. Therefore, don't shift them: the label at "
+                "a position must be the token at the same position."
             )
 
 
@@ -265,9 +269,10 @@ def check_labels(
 ) -> None:
     """Raise an error for labels, shape (batch, ...), that the model cannot have been trained with.
 
-    A label must have the shape and dtype that the model output expects. Classes must be 0, ...,
-    n_classes - 1, where ``n_classes`` is the result of ``count_classes``. Other labels must be
-    finite. If a label has several entries, at least one must differ from ``IGNORED``.
+    A label must have the shape and dtype that the model output expects. If labels are classes, they
+    must be integers from 0 to n_classes - 1, where ``n_classes`` is the result of
+    ``count_classes``. All other labels must be finite numbers. If a label has several entries, at
+    least one entry must differ from ``IGNORED``.
     """
     if output.label_ndim is None and (n_classes is None or not output.has_labels):
         return
@@ -302,8 +307,8 @@ def check_labels(
             code="gradients.label_value",
         )
     if has_parts:
-        # ``label_number`` counts entries only if ``label_ndim`` is known. Otherwise, it may be the
-        # class itself, and class 0 would be mistaken for an empty label.
+        # ``label_number`` returns a number of entries only if ``label_ndim`` is known. Otherwise,
+        # it may return the class itself, and class 0 would be mistaken for an empty label.
         if output.label_ndim is None:
             is_empty = (labels.reshape(len(labels), -1) == IGNORED).all(1)
         else:
@@ -327,8 +332,9 @@ def explain_not_finite(
 ) -> None:
     """Raise an error that names the samples and parameters whose gradients are not finite."""
     batch = as_batch(samples, output)
-    # A digest consists of sums of products with gradients. In float64, sums of float32 numbers
-    # don't overflow, so a digest is finite if and only if the gradient is finite.
+    # The digest contains products of gradients with a random vector. They are computed in float64,
+    # in which sums of float32 numbers don't overflow, so a product is finite if and only if the
+    # gradient is finite.
     digest = Digest.zeros(parameters, len(batch), torch.float64)
     outputs, *_ = gradients_one_by_one(model, parameters, output, batch, digest)
     bad = ~torch.isfinite(outputs)
@@ -352,7 +358,7 @@ def explain_not_finite(
 
 
 class Variety:
-    """Count samples whose gradient is zero, and check whether all samples have the same gradient.
+    """Count samples whose gradient is zero, and determine whether all gradients are equal.
 
     Attributes:
         n_samples: Number of samples that were added.
@@ -366,7 +372,11 @@ class Variety:
         self._first: np.ndarray | None = None
 
     def add(self, rows: np.ndarray) -> None:
-        """Add n samples, with features or inner products with all samples as ``rows``, (n, k)."""
+        """Add n samples, whose gradients are represented by ``rows``, shape (n, k).
+
+        A row contains the features of a sample, or the inner products of the sample's gradient
+        with the gradients of all samples.
+        """
         first = rows[0].astype(np.float64) if self._first is None else self._first
         self._first = first
         self.n_samples += len(rows)
@@ -380,8 +390,8 @@ class Variety:
         """Raise an error if the gradients of several samples are all zero. Warn if most are zero.
 
         With ``must_differ``, also raise an error if the gradients of several samples are all equal.
-        This doesn't hold for targets, which may contain the same sample twice. ``samples`` is the
-        noun for the samples in messages, such as "training samples".
+        Targets need not differ, because a user may choose the same sample several times.
+        ``samples`` is the name of the samples in messages, such as "training samples".
         """
         n = self.n_samples
         if n > 1 and self.n_zero == n:

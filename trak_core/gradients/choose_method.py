@@ -1,4 +1,4 @@
-"""Choose how to compute a model's per-sample gradients, by a comparison with autograd."""
+"""Choose how to compute a model's per-sample gradients, and compare them with autograd's."""
 
 import copy
 import math
@@ -33,11 +33,13 @@ from trak_core.gradients.one_pass import plan_of
 from trak_core.model_outputs.model_output import ModelOutput, over_samples
 from trak_core.runtime.progress import print_line
 
-# For models with fewer parameters, ``gradients_one_by_one`` is rarely slower than
-# ``gradients_in_turn`` (RESULTS.md, "Ways to gradients"), because gradients fit into CPU caches.
+# For models with fewer parameters than this, ``gradients_one_by_one`` (autograd) is rarely slower
+# than ``gradients_in_turn`` (factors of gradients), because the gradients fit into the CPU's
+# caches. The measurements are in RESULTS.md, "Ways to gradients".
 _LEAST_PARAMETERS = 8_000_000
-# If two methods differ because of rounding, the difference in float64 is smaller than in float32 by
-# about the ratio of the machine epsilons. This factor is the allowed deviation from that ratio.
+# If the results of two methods differ because of rounding, the difference in float64 is smaller
+# than in float32 by about the ratio of the machine epsilons. The true ratio may be smaller by this
+# factor.
 _SLACK = 10
 
 _Arguments = tuple[nn.Module, dict[str, nn.Parameter], ModelOutput, Batch]
@@ -51,7 +53,7 @@ def gradient_method(
     *,
     reads_terms: bool = False,
 ) -> GradientMethod:
-    """Return the result of ``choose_method`` without its notice, which is printed."""
+    """Return the method that ``choose_method`` chooses, and print the notice that it returns."""
     method, notice = choose_method(model, parameters, output, samples, reads_terms=reads_terms)
     if notice is not None:
         print_line(f"Notice: {notice}")
@@ -68,16 +70,16 @@ def choose_method(
 ) -> tuple[GradientMethod, str | None]:
     """Choose the fastest method whose gradients of the first two samples equal those of autograd.
 
-    ``reads_terms`` says whether the consumer of the gradients reads the terms of single tokens,
-    whose sum is a gradient. Plain autograd doesn't compute these terms.
+    The gradient of a text is a sum of terms, one for each token. ``reads_terms`` says whether the
+    consumer of the gradients reads these terms, which ``gradients_one_by_one`` doesn't compute.
 
     Returns:
-        The method, and either a notice for the user that explains the choice, or None. Usually, the
-        method is ``gradients_at_once``. It is ``gradients_in_turn`` if there is only one sample, or
-        if an operation mixes samples. It is ``gradients_one_by_one``, which calls autograd for each
-        sample, in three cases: the graph can't be read, the gradients of the other method differ by
-        more than rounding errors, or an operation mixes samples in a small model and
-        ``reads_terms`` is False.
+        The method, and a notice for the user that explains the choice. The notice is None if there
+        is nothing to explain. Usually, the method is ``gradients_at_once``. It is
+        ``gradients_in_turn`` if there is only one sample, or if an operation mixes samples. It is
+        ``gradients_one_by_one``, which calls autograd for each sample, in three cases: the graph
+        can't be read, the gradients of the other method differ by more than rounding errors, or an
+        operation mixes samples in a small model and ``reads_terms`` is False.
     """
     pair = as_batch(samples, output).rows(slice(0, 2))
     arguments = model, parameters, output, pair
@@ -114,11 +116,12 @@ def choose_method(
 def _compare(arguments: _Arguments, method: GradientMethod) -> tuple[bool, str | None]:
     """Return whether a method's gradients equal autograd's, and a description of the difference.
 
-    The gradients may differ by rounding errors. In float32, rounding can change the sign of a
-    ReLU's input, so that gradients differ much although both methods are correct. Therefore, a
-    large difference is computed again in float64. If rounding is the cause, the difference is
-    smaller by the ratio of the two machine epsilons. If a formula is wrong, or loses digits by
-    cancellation, the ratio is smaller. Without a large difference, the description is None.
+    The description is None unless the difference is larger than usual rounding errors. In float32,
+    rounding can change the sign of a ReLU's input, so that gradients differ much although both
+    methods are correct. Therefore, a large difference is computed again in float64. If rounding is
+    the cause, the difference in float64 is smaller by the ratio of the two machine epsilons. If a
+    formula is wrong or loses digits by cancellation, the difference decreases less, and the
+    gradients count as unequal.
     """
     model, *_, pair = arguments
     plain, allowed = _digest(arguments, gradients_one_by_one), least_rounding(model)
@@ -146,7 +149,7 @@ def _compare(arguments: _Arguments, method: GradientMethod) -> tuple[bool, str |
 
 
 def _difference_in_float64(arguments: _Arguments, method: GradientMethod) -> tuple[float, str]:
-    """Return a method's largest difference from autograd in float64, and the parameter's name."""
+    """Return the largest difference from autograd in float64, and the name of the parameter."""
     model, parameters, output, pair = arguments
     copies: dict[int, nn.Parameter] = {}
     double = copy.deepcopy(model, copies).double()
@@ -171,11 +174,12 @@ def _in_short(error: Exception) -> str:
 def _mixing_operations(
     model: nn.Module, parameters: dict[str, nn.Parameter], output: ModelOutput, pair: Batch
 ) -> str | None:
-    """Return a phrase that names the operations that mix samples, or None if there are none.
+    """Return a phrase that names the operations that mix samples, or None if no operation does.
 
-    Per-sample gradients are stored for tensors that depend on parameters alone, and for inputs of
-    operations that mix samples. Only the second kind differs in number or shape between a batch of
-    two samples and a batch of three. The operations are those for which the two batches differ.
+    Per-sample gradients are stored for inputs of operations that mix samples, and also for tensors
+    that depend on parameters alone. To tell them apart, the function plans the backward pass for
+    two and for three samples. Only for operations that mix samples do the stored gradients differ
+    in number or shape.
     """
     formed: list[Counter[tuple[str, tuple[int, ...]]]] = []
     for n in (2, 3):

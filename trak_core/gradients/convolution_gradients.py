@@ -1,4 +1,4 @@
-"""Compute per-sample gradients of a convolution's weight, which is a linear layer on patches."""
+"""Compute per-sample gradients with respect to the weight of a convolution."""
 
 import itertools
 import math
@@ -19,10 +19,10 @@ from trak_core.gradients.gradient_terms import (
 )
 
 # With at least this number of input channels, one matrix product for each position in the kernel
-# takes less time than a product with copies of the image patches under the kernel.
+# takes less time than one product with copies of all image patches.
 _CHANNELS_BY_POSITION = 8
-# With at least this number of input channels, torch's convolutions take less time than matrix
-# products with image patches.
+# With at least this number of input channels, torch's functions ``_WEIGHT_GRADIENTS`` take less
+# time than matrix products with image patches.
 _CHANNELS_BY_TORCH = 4
 # torch's functions for the gradient of a convolution's weight, in 1, 2 and 3 dimensions.
 _WEIGHT_GRADIENTS: list[Callable[..., Tensor]] = [conv1d_weight, conv2d_weight, conv3d_weight]
@@ -33,14 +33,17 @@ class Patches(Contribution):
     """Gradients with respect to a convolution's weight, shape (outputs, inputs / groups, *kernel).
 
     A convolution is a linear layer on patches of its input x (im2col, ``torch.nn.Unfold``). Let
-    delta_t be the gradient with respect to the output's pixel t. Then the gradient of sample i is
+    delta_t be the gradient with respect to pixel t of the output. The gradient of sample i is
 
         dW_i[o, c, k] = sum_t delta_t[o] x_{s t + d k}[c]    (stride s, dilation d)
 
-    for output channel o, input channel c and kernel position k. Patches overlap, so that all
-    patches together would take much more memory than x. They are copied for some channels c at a
-    time, or read from the shifted x for one position k at a time. Autograd's formula also sums over
-    the samples i. ``gradients`` is delta, shape (C, B, V, outputs, *output size).
+    for output channel o, input channel c and kernel position k. Autograd's formula also sums over
+    the samples i. Patches overlap, so copies of all patches would take much more memory than x.
+    Therefore, patches are copied for some channels c at a time, or the formula is computed for one
+    position k at a time, for which the values of x need no copies.
+
+    ``gradients`` is delta for C outputs of B samples with V images each, shape
+    (C, B, V, outputs, *output size).
     """
 
     images: Tensor  # x, shape (B, V, inputs, *size), with V images for each sample
@@ -94,8 +97,8 @@ class Patches(Contribution):
     def _by_torch(self, first: int, last: int) -> Tensor:
         """Return the gradients for output channels first, ..., last - 1, by ``torch.nn.grad``.
 
-        Its functions sum over samples, but not over groups. Therefore, the B samples are passed as
-        the channels of one image, in a convolution with B x ``groups`` groups.
+        The functions of ``torch.nn.grad`` sum over samples, but not over groups of channels.
+        Therefore, the B samples are passed as channels of one image, in B x ``groups`` groups.
         """
         gradients, images = self.gradients[0, :, 0, first:last], self.images[:, 0]
         n_samples, outputs = gradients.shape[:2]
@@ -106,13 +109,17 @@ class Patches(Contribution):
         return grouped.reshape(n_samples, -1)
 
     def _gradients_of(self, group: int) -> Tensor:
-        """Return delta for one group of channels, shape (C, B, outputs / groups, V x pixels)."""
+        """Return delta of one group of channels, shape (C, B, outputs / groups, V x pixels)."""
         n = self.gradients.shape[3] // self.groups
         part = self.gradients[:, :, :, group * n : (group + 1) * n].flatten(4)
         return part.transpose(2, 3).flatten(3)
 
     def _patches(self, group: int, part: slice) -> Tensor:
-        """Return the patches of some channels of a group, (B, channels x window, V x pixels)."""
+        """Return copies of the patches of some channels of a group.
+
+        ``part`` selects input channels of the group. The result has shape
+        (B, channels x kernel positions, V x pixels).
+        """
         first = group * (self.images.shape[2] // self.groups)
         images = self.images[:, :, first + part.start : first + part.stop]
         images = F.pad(images, [n for size in self.padding[::-1] for n in (size, size)])
@@ -127,12 +134,12 @@ class Patches(Contribution):
         return flat.transpose(1, 2).flatten(2)
 
     def _by_kernel_position(self) -> Iterator[Tensor]:
-        """Yield the gradients of the weights at each kernel position, shape (rows, entries).
+        """Yield the gradients of the weights at each kernel position, shape (C B, entries).
 
-        The output gradients are padded to the input's width. Both images then have the same layout
-        in memory, so that the input, shifted to a kernel position, is a slice of the flattened
-        input. For a stride s, the input is split into s interleaved images, the phases. Kernel
-        position k reads phase k mod s.
+        The output gradients are padded to the size of the input. Both images then have the same
+        layout in memory. Therefore, the pixels to which a weight is applied are a slice of the
+        flattened input. For a stride s, the input is split into s interleaved images, the phases,
+        and the weight at kernel position k is applied to phase k mod s.
         """
         c, b, _, outputs = self.gradients.shape[:4]
         phases = self._phases()
@@ -161,7 +168,10 @@ class Patches(Contribution):
                     yield torch.bmm(own, inputs.repeat(c, 1, 1) if c > 1 else inputs).flatten(1)
 
     def _phases(self) -> Tensor:
-        """Return the padded input, split by stride, shape (*stride, B, inputs, *size / stride)."""
+        """Return the padded input as interleaved images, one for each offset below the stride.
+
+        The result has shape (*stride, B, inputs, *size / stride).
+        """
         images = self.images[:, 0]
         margins = [
             (pad, pad + -(size + 2 * pad) % step)

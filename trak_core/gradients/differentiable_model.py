@@ -1,6 +1,6 @@
 """Select the parameters for which to compute gradients, and prepare a model for this.
 
-Features of torch and caches of models are switched off if they would make gradients wrong, or
+Features of torch and caches of models are switched off if they would make gradients wrong or
 autograd's graph unreadable.
 """
 
@@ -26,9 +26,9 @@ from trak_core.gradients.graph import Node, nodes_below, strides
 def in_evaluation_mode(model: nn.Module) -> Generator[None, None, None]:
     """Run with the model in evaluation mode, and restore each module's mode afterwards.
 
-    The fast kernels of torch for which ``plain_layers`` has replacements are switched off, and so
-    are the inference kernels of torch's transformer layers, which build no graph. Caches of tensors
-    that are computed from parameters are emptied.
+    In this context, the features of torch that ``plain_layers`` names are switched off, and so are
+    the inference kernels of torch's transformer layers, which build no graph. Modules' caches of
+    tensors that are computed from parameters are emptied.
     """
     modules = list(model.modules())
     training = [module for module in modules if module.training]
@@ -50,9 +50,10 @@ def in_evaluation_mode(model: nn.Module) -> Generator[None, None, None]:
 def _empty_caches(modules: Iterable[nn.Module]) -> None:
     """Empty caches that modules keep in evaluation mode, by switching to training mode and back.
 
-    LeViT, TinyViT and EfficientFormer of timm cache biases that are computed from parameters. A
-    cached bias has no graph, or a freed graph, so the parameter's gradient would be 0. Modules with
-    such a cache override ``train`` to empty it, so only modules that do are switched.
+    In timm, LeViT, TinyViT and EfficientFormer cache biases that are computed from parameters. A
+    cached bias has no graph, or a graph that was freed, so the parameters' gradients would be 0.
+    Modules with such a cache override ``train`` to empty the cache. Therefore, only modules that
+    override ``train`` are switched.
     """
     for module in modules:
         if type(module).train is not nn.Module.train and any(
@@ -64,7 +65,7 @@ def _empty_caches(modules: Iterable[nn.Module]) -> None:
 
 @contextlib.contextmanager
 def graph_to(model: nn.Module, parameters: Iterable[nn.Parameter]) -> Generator[None, None, None]:
-    """Run with gradients enabled for ``parameters`` only, so that autograd saves fewer tensors."""
+    """Run with ``requires_grad`` for ``parameters`` only, so that autograd saves fewer tensors."""
     chosen = {id(parameter) for parameter in parameters}
     others = [p for p in model.parameters() if p.requires_grad and id(p) not in chosen]
     try:
@@ -81,7 +82,7 @@ def graph_to(model: nn.Module, parameters: Iterable[nn.Parameter]) -> Generator[
 def differentiating(
     model: nn.Module, parameters: Iterable[nn.Parameter]
 ) -> Generator[None, None, None]:
-    """Run with the model in evaluation mode, and with gradients enabled for ``parameters`` only."""
+    """Run with the model in evaluation mode, and with ``requires_grad`` for ``parameters`` only."""
     with in_evaluation_mode(model), graph_to(model, parameters):
         yield
 
@@ -101,10 +102,10 @@ def select_parameters(model: nn.Module, patterns: Sequence[str] | None) -> dict[
     """Return the parameters for which to compute gradients, in ``named_parameters`` order.
 
     Patterns are shell-style (``layer4.*``) and must match full names. A pattern selects the
-    matching parameters with ``requires_grad``. For example, if only adapters are trained,
+    matching parameters that have ``requires_grad``. For example, if only adapters are trained,
     ``*layers.0.*`` selects the adapter of layer 0. If all matching parameters are frozen, all of
-    them are selected, and their ``requires_grad`` is set. Without patterns, all parameters with
-    ``requires_grad`` are selected.
+    them are selected, and their ``requires_grad`` is set to True. Without patterns, all parameters
+    that have ``requires_grad`` are selected.
 
     Raises:
         InputError: If a pattern matches no parameter, if nothing is selected, if a parameter is not
@@ -183,11 +184,13 @@ def n_params(parameters: dict[str, nn.Parameter]) -> int:
 def plain_layers() -> Generator[None, None, None]:
     """Run without some features of torch that change gradients or hide the graph.
 
-    The model's output doesn't change. Embeddings get dense gradients without
-    ``scale_grad_by_freq``, which would scale a sample's gradient by counts over the batch.
-    ``torch.utils.checkpoint`` calls the checkpointed function directly, because recomputed
-    activations can be read only once. Compiled code runs eagerly, because the graph of a compiled
-    function hides the operations inside the function.
+    These features don't affect the model's output:
+
+    - Embeddings get dense gradients, and ``scale_grad_by_freq`` is ignored. It would scale a
+      sample's gradient by the number of times that an index occurs in the batch.
+    - ``torch.utils.checkpoint`` calls the checkpointed function directly, because activations that
+      it recomputes can be read only once.
+    - Compiled code runs eagerly, because a compiled function is a single node of the graph.
     """
     embedding, embedding_bag = torch.embedding, torch.embedding_bag
 
@@ -209,8 +212,8 @@ def plain_layers() -> Generator[None, None, None]:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         _replace(stack, torch, "embedding", plain_embedding)
         _replace(stack, torch, "embedding_bag", plain_embedding_bag)
-        # Users may have imported the function ``checkpoint`` by name, so the names that this
-        # function looks up at each call are replaced instead.
+        # Users may have imported the function ``checkpoint`` itself. Therefore, it is not replaced,
+        # but only the names that it looks up in its module at each call.
         _replace(stack, checkpoint, "CheckpointFunction", direct_call)
         for end in ("", "_impl"):  # the names before and since torch 2.15
             if hasattr(checkpoint, name := f"_checkpoint_without_reentrant_generator{end}"):
@@ -235,8 +238,8 @@ def memory_formats_kept_apart(values: Tensor) -> Generator[None, None, None]:
     All other gradients are unchanged, bit for bit. InstanceNorm is affected too, because torch
     computes it as a BatchNorm of one sample.
     """
-    # A hook and the node that it belongs to refer to each other. Both would stay in memory if the
-    # hooks were not removed at the end.
+    # A hook and its node refer to each other. If the hooks were not removed at the end, the nodes
+    # would stay in memory.
     with ExitStack() as hooks:
         for node in nodes_below(values.grad_fn) if values.grad_fn is not None else []:
             if node.name() == "NativeBatchNormBackward0":
@@ -246,8 +249,8 @@ def memory_formats_kept_apart(values: Tensor) -> Generator[None, None, None]:
 
 def _with_gap(node: Node, gradients: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
     gradient, *others = gradients
-    # The saved tensor is read without unpacking, because a recomputed tensor can be unpacked only
-    # once, and BatchNorm will do so.
+    # The saved tensor is read without unpacking it. A recomputed tensor can be unpacked only once,
+    # and BatchNorm itself will do this.
     if 1 not in gradient.shape or not _may_be_confused(gradient, node._raw_saved_input.data):
         return None
     return (torch.nn.functional.pad(gradient, (0, 1))[..., :-1], *others)
@@ -262,9 +265,10 @@ def _may_be_confused(gradient: Tensor, saved: object) -> bool:
 
 
 def _dense_formats(tensor: Tensor) -> set[str]:
-    """Return the memory formats, "first" and "last" for the channels, in which a tensor is dense.
+    """Return the memory formats in which a tensor is dense.
 
-    ``Tensor.is_contiguous`` tests the same, but not under vmap.
+    The formats are "first" and "last", for channels first and channels last.
+    ``Tensor.is_contiguous`` gives the same information, but doesn't work inside of vmap.
     """
 
     def is_dense(order: Sequence[int]) -> bool:

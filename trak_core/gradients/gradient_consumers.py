@@ -11,7 +11,7 @@ from trak_core.gradients.gradient_terms import Consumer, Contribution, summed_pa
 
 
 class _Rows(Consumer):
-    """A consumer with a tensor of results, zero at first, for each parameter."""
+    """A consumer that adds its results to one tensor for each parameter."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], totals: Sequence[Tensor]):
         self._names = list(parameters)
@@ -20,12 +20,12 @@ class _Rows(Consumer):
 
     @property
     def rows(self) -> dict[str, Tensor]:
-        """The results by parameter name, shape (batch, ...) each."""
+        """The results for each parameter, by the parameter's name. Each has shape (batch, ...)."""
         return dict(zip(self._names, self.totals, strict=True))
 
 
 class Formed(_Rows):
-    """A consumer that stores the whole gradients of each parameter, shape (batch, *shape)."""
+    """A consumer that stores the gradients of each parameter as a whole, shape (batch, *shape)."""
 
     @classmethod
     def zeros(cls, parameters: Mapping[str, nn.Parameter], n_samples: int) -> Self:
@@ -33,7 +33,7 @@ class Formed(_Rows):
 
     @classmethod
     def adding_to(cls, rows: Tensor, parameters: Mapping[str, nn.Parameter]) -> Self:
-        """Return a consumer that adds whole gradients to ``rows``, shape (batch, p)."""
+        """Return a consumer that adds each sample's gradient to a row of ``rows``, (batch, p)."""
         return cls(parameters, rows.split([p.numel() for p in parameters.values()], dim=1))
 
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
@@ -43,12 +43,13 @@ class Formed(_Rows):
 
 
 class Digest(_Rows):
-    """A consumer that stores products of gradients and random vectors, to compare two methods.
+    """A consumer that stores products of gradients and random vectors.
 
+    Digests serve to compare the gradients that two methods compute, without storing the gradients.
     Let the matrix G_i be sample i's gradient with respect to a parameter, whose dimensions after
     the first are flattened. The vector v has standard normal entries, which are the same in every
     digest. The products G_i v, shape (batch, rows of G_i), need far less memory than the gradients.
-    If gradients differ, these products almost surely differ too.
+    If gradients differ, their products with v almost surely differ too.
     """
 
     @classmethod
@@ -79,7 +80,7 @@ class Digest(_Rows):
             total[:, first // width : first // width + rows.shape[1]] += rows
 
     def difference(self, other: Self) -> tuple[float, str]:
-        """Return the largest difference from another digest, and the name of its parameter.
+        """Return the largest difference from another digest, and the name of the parameter.
 
         The difference is relative to the largest entry of ``other``. It is infinity if an entry is
         finite only in ``other``, and NaN if an entry is finite in neither digest.

@@ -34,11 +34,12 @@ _CACHED = 2**18
 
 
 class Use(NamedTuple):
-    """An operation's use of a tensor that all samples share, such as a weight, as an input.
+    """The use of a tensor that all samples share, such as a weight, as an operation's input.
 
-    ``gradient``, shape (C, *shape), has the gradients of C values for each sample with respect to
-    the operation's output. The samples lie along dimension ``dim`` of this output, with ``width``
-    consecutive indices for each sample.
+    ``edge`` is the edge of the graph from the operation to the tensor. ``gradient`` contains the
+    gradients with respect to the operation's output for C outputs of each sample, shape
+    (C, *shape of the operation's output). The samples lie along dimension ``dim`` of the
+    operation's output, with ``width`` consecutive indices for each sample.
     """
 
     edge: Edge
@@ -56,15 +57,12 @@ class Use(NamedTuple):
         return shape_of(self.edge.node, self.edge.number)
 
     def by_sample(self, tensor: Tensor, dim: int, lead: int) -> Tensor:
-        """Split the dimension along which the B samples lie into samples and their indices.
+        """Return ``tensor`` with a new dimension for the B samples.
 
-        ``tensor`` has ``lead`` other dimensions, followed by dimensions of the operation's output.
-        The samples lie along dimension ``dim`` of this output.
-
-        Returns:
-            The tensor with a new dimension of size B after the first ``lead`` dimensions. Dimension
-            ``dim`` of the output then has the indices of one sample. If samples have different
-            numbers of indices, the tensor is padded with zeros.
+        The first ``lead`` dimensions of the tensor are arbitrary. The samples lie along dimension
+        ``dim`` of the other dimensions. The new dimension, of size B, follows the first ``lead``
+        dimensions. Dimension ``dim`` of the others then has only the indices of one sample. If
+        samples have different numbers of indices, they are padded with zeros.
         """
         if self.layout.n_samples == 1:
             return tensor.unsqueeze(lead)
@@ -90,7 +88,7 @@ class Use(NamedTuple):
 
 
 def indices_of_samples(owners: Tensor, n_samples: int) -> Tensor:
-    """Return, in row i, the indices at which ``owners`` is i. Shorter rows are padded with -1."""
+    """Return a matrix whose row i contains the indices of i in ``owners``, padded with -1."""
     order = torch.argsort(owners, stable=True)
     order = order[owners[order] >= 0]
     counts = torch.bincount(owners[order], minlength=n_samples)
@@ -101,18 +99,19 @@ def indices_of_samples(owners: Tensor, n_samples: int) -> Tensor:
 
 
 def has_formula(edge: Edge) -> bool:
-    """Return whether there is a formula for the edge's operation, which may still not apply."""
+    """Return whether the edge's operation has a formula, which may not apply to all its uses."""
     return name_of(edge.user) in _FORMULAS
 
 
 def closed_forms(
     edges: Sequence[Edge], gradients: dict[int, Tensor], layouts: dict[int, Layout]
 ) -> Iterator[Contribution | None]:
-    """Yield the per-sample gradients at each edge of an operation, or None if no formula applies.
+    """Yield the per-sample gradients with respect to inputs of an operation.
 
-    ``edges`` lead from the operation to inputs that samples share. ``gradients`` and ``layouts``
-    map the number of each output to the gradients with respect to this output, shape (C, *shape),
-    and to the output's layout. The formulas hold for real numbers only.
+    ``edges`` lead from the operation to inputs that samples share. For each edge, the result is
+    None if no formula applies. ``gradients`` and ``layouts`` are dicts by the number of the
+    operation's output. They contain the gradients with respect to the output, shape (C, *shape),
+    and the output's layout. The formulas hold for real numbers only.
     """
     user, formula, position = edges[0].user, _FORMULAS.get(name_of(edges[0].user)), None
     if formula and gradients.keys() == {0} and not gradients[0].is_complex():
@@ -128,7 +127,7 @@ def closed_forms(
 def _summed(use: Use, gradient: Tensor) -> Contribution | None:
     """Return ``gradient``, summed over the dimensions along which the input was broadcast.
 
-    Return None if samples lie along another dimension.
+    Return None if the input was not broadcast along the dimension along which the samples lie.
     """
     shape = use.input_shape
     dim = use.dim - (gradient.ndim - 1) + len(shape)
@@ -163,8 +162,8 @@ def _multiplied(use: Use) -> Contribution | None:
 def _matrix_product(use: Use) -> Contribution | None:
     """Return the gradients of a factor of Y = X W, or of the bias b of Y = beta b + alpha X W.
 
-    For the right factor, dW_i = sum_t x_t delta_t^T, where t runs over the rows of sample i. If
-    samples share the left factor, as in Y = W X, t runs over the columns of sample i.
+    The gradient of the right factor is dW_i = sum_t x_t delta_t^T, where t runs over the rows of
+    sample i. If samples share the left factor, as in Y = W X, t runs over the columns of sample i.
     """
     is_sum = name_of(use.edge.user) == "Addmm"
     if is_sum and use.edge.index == 0:
@@ -183,7 +182,7 @@ def _matrix_product(use: Use) -> Contribution | None:
 
 
 def _grouped_product(use: Use) -> Contribution | None:
-    """Return the gradients of the weights W_g of experts g in Y[rows of g] = X[rows of g] W_g."""
+    """Return the gradients of W, a weight W_g for each expert: Y[rows of g] = X[rows of g] W_g."""
     # dW_{g,i} = sum_t x_t delta_t^T, where t runs over the rows of expert g and sample i.
     inputs = use.saved("self")
     if use.edge.index != 1 or inputs.ndim != 2 or not use.is_along(0):
@@ -238,8 +237,9 @@ def _looked_up(use: Use) -> Contribution | None:
 def _weighted_sums(
     gradients: Tensor, normed: Callable[[slice], Tensor], dims: list[int]
 ) -> Contribution:
-    """Return the sums over ``dims`` of the products of output gradients and normalized inputs.
+    """Return the gradients of a normalization's weight.
 
+    They are the sums over ``dims`` of the products of output gradients and normalized inputs.
     ``gradients`` are the output gradients, shape (C, B, ...). ``normed`` is a function that returns
     the normalized inputs of a slice of samples. Products are computed for some samples at a time.
     """
@@ -309,7 +309,7 @@ def _batch_normed(use: Use) -> Contribution | None:
 
 
 def _head_of_margins(use: Use) -> Contribution | None:
-    """Return the gradients of the last layer's weight or bias if logits are computed in pieces."""
+    """Return the gradients of the last layer's weight or bias, for logits computed in pieces."""
     n_samples, shape = use.layout.n_samples, use.gradient.shape
     if use.layout.owners is not None or n_samples not in {1, shape[1]}:
         return None

@@ -53,7 +53,7 @@ class PerSample:
     curvature: Tensor | None = None
 
     def columns(self) -> list[Tensor]:
-        """Return outputs, predictions and loss weights, and the curvature if it is not None."""
+        """Return outputs, predictions, loss weights and, if it is not None, the curvature."""
         columns = [self.outputs, self.predictions, self.loss_weights]
         return columns if self.curvature is None else [*columns, self.curvature]
 
@@ -63,7 +63,10 @@ class PerSample:
 
 
 def as_blocks(gradients: Iterable[Tensor]) -> list[Tensor]:
-    """Return tensors (batch, *shape) as blocks (batch, entries) of one dtype, at most float32."""
+    """Return gradients, shape (batch, *shape) each, as matrices (batch, entries) of one dtype.
+
+    The dtype is float32, or a lower precision if all gradients have it.
+    """
     blocks = [block.reshape(len(block), -1) for block in gradients]
     if len({block.dtype for block in blocks}) > 1 or blocks[0].dtype is torch.float64:
         blocks = [block.float() for block in blocks]
@@ -73,10 +76,10 @@ def as_blocks(gradients: Iterable[Tensor]) -> list[Tensor]:
 def _other_values(
     output: ModelOutput, outputs_and_value: tuple[Any, Tensor], label: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return the prediction and the loss weight of one sample, and the curvature if defined.
+    """Return one sample's prediction, loss weight and, if it is defined, curvature.
 
-    ``outputs_and_value`` contains what the model returned, and the model output f that was computed
-    from it, so that functions of f don't compute f again.
+    ``outputs_and_value`` is the model's return value, and the model output f that was computed from
+    this value. Functions of f alone (``OfValue``) use this f instead of computing it again.
     """
     outputs, value = outputs_and_value
     functions = [output.prediction or output.value, output.loss_weight]
@@ -99,15 +102,16 @@ def gradients_at_once(
     *,
     must: bool = False,
 ) -> list[Tensor]:
-    """Differentiate the model output f of all samples of a batch by one backward pass.
+    """Compute the gradients of the model output f for all samples by one backward pass.
 
-    The consumer gets each parameter's gradients as factors, as soon as they are computed. For a
+    As soon as the gradients of a parameter are computed, the consumer gets them as factors. For a
     linear layer, the factors are the output gradients delta and the inputs x. The gradient of
     sample i is dW_i = sum_t delta_t x_t^T. Up to rounding, a sample's gradient doesn't depend on
-    the other samples of the batch. The model runs in evaluation mode, and is not vmapped.
+    the other samples of the batch. The model runs in evaluation mode, and without vmap.
 
-    If the graph can't be read, the batch is differentiated by ``gradients_one_by_one``, and a
-    notice is printed. With ``must``, an ``UnreadableGraphError`` is raised instead.
+    If the model's graph doesn't allow one pass for all samples, ``gradients_one_by_one`` computes
+    the gradients, and a notice is printed. With ``must``, an ``UnreadableGraphError`` is raised
+    instead.
 
     Returns:
         The tensors of ``PerSample.columns``, shape (batch,) each, on the batch's device.
@@ -134,14 +138,16 @@ def gradients_at_once(
     try:
         with suppress(GraphNeededError):
             return one_pass(keep_graph=False)
-        # After the ``with`` block, the GraphNeededError no longer keeps tensors of the pass alive.
+        # After the ``with`` block, the GraphNeededError no longer keeps tensors of the first pass
+        # in memory.
         return one_pass(keep_graph=True)
     except UnreadableGraphError as error:  # raised before the consumer gets gradients
         if must:
             raise
         notice(
-            f"one backward pass cannot differentiate a batch ({error}). Instead, autograd computes "
-            "the gradients of this batch and of similar batches, one sample at a time."
+            "one backward pass cannot compute the gradients of a batch, because the model "
+            f"{error}. Instead, autograd computes the gradients of this batch and of similar "
+            "batches, one sample at a time."
         )
         return gradients_one_by_one(model, parameters, output, batch, consumer)
 
@@ -155,11 +161,11 @@ def gradients_in_turn(
     *,
     must: bool = False,
 ) -> list[Tensor]:
-    """Return the joined results of ``gradients_at_once``, called for one sample after another.
+    """Return the joined results of calls of ``gradients_at_once`` for one sample after another.
 
-    This also works for models in which an operation mixes samples, because in a batch of one sample
-    there is nothing to mix. Unlike in ``gradients_one_by_one``, the consumer gets the gradients as
-    factors.
+    This also works for models in which an operation mixes samples, because a batch of one sample
+    contains no samples to mix. Unlike ``gradients_one_by_one``, this function passes gradients to
+    the consumer as factors, which need less memory.
     """
     batch = as_batch(samples, output)
     columns = [
@@ -171,14 +177,14 @@ def gradients_in_turn(
     return [torch.cat(column) for column in zip(*columns, strict=True)]
 
 
-# To save memory, a gradient with more bytes than this is computed in parts, for about ``_GROUPS``
-# groups of parameters, one after another.
+# To save memory, autograd computes a gradient with more bytes than this by several backward passes,
+# one for each of about ``_GROUPS`` groups of parameters.
 _WHOLE_BYTES = 2**28
 _GROUPS = 8
 
 
 def _groups(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Split parameters into groups of limited size. A larger parameter is a group by itself."""
+    """Split parameters into groups of limited size. A larger parameter forms a group by itself."""
     parameters = list(parameters)
     most = max(_WHOLE_BYTES, sum(p.nbytes for p in parameters) // _GROUPS)
     group: list[nn.Parameter] = []
@@ -200,8 +206,8 @@ def gradients_one_by_one(
     """Compute the gradients of each sample's model output f by ``torch.autograd.grad``.
 
     The results equal those of ``gradients_at_once`` up to rounding. This method works for every
-    model, and calls users' backward hooks. To save memory, a large model needs
-    several backward passes for each sample, one for each group of parameters.
+    model, and calls users' backward hooks. For a large model, there are several backward passes
+    for each sample, one for each group of parameters, to save memory.
 
     Returns:
         The tensors of ``PerSample.columns``, shape (batch,) each, on the batch's device.
@@ -229,7 +235,7 @@ def gradients_one_by_one(
     return [torch.stack(column) for column in zip(*rows, strict=True)]
 
 
-# The methods by name. A run stores the name of its method.
+# The methods by name. The pipeline stores the name of the method that it uses.
 _METHODS = gradients_at_once, gradients_in_turn, gradients_one_by_one
 METHODS: dict[str, GradientMethod] = {method.__name__: method for method in _METHODS}
 
@@ -241,7 +247,7 @@ def formed_gradients(
     output: ModelOutput,
     samples: Samples,
 ) -> PerSample:
-    """Return the whole gradients of a batch, computed by ``method``.
+    """Return the gradients of a batch as whole tensors, computed by ``method``.
 
     ``method`` is the result of ``gradient_method``. All tensors are on the batch's device. A
     parameter on which the model output doesn't depend has gradient 0.

@@ -1,18 +1,20 @@
 """Represent per-sample gradients by factors, which are smaller than the gradients.
 
 A batch has B samples with C outputs each (C = 1 for the gradients of a model output f). A
-``Contribution`` represents the gradients of all outputs with respect to one use of a tensor: a
-matrix G of shape (C B, entries), with a row for each output c and sample b, ordered by c, then b.
-The gradients of a parameter that is used several times are a sum of contributions.
+``Contribution`` represents the gradients of all outputs with respect to one use of a tensor. These
+gradients are a matrix G of shape (C B, entries). It has a row for each output c of each sample b,
+ordered by c, then b. If a parameter is used several times, its gradients are the sum of several
+contributions.
 
 For a linear layer y_t = W x_t and delta_t = df_i/dy_t, sample i's gradient is
 
     dW_i = sum_{t of sample i} delta_t x_t^T,
 
 which ``Outer`` stores as the pair (delta, x). For T tokens and a weight with p x q entries, the
-pair has T (p + q) numbers instead of p q. Opacus and BackPACK form dW_i for all i by an einsum,
-which takes B p q numbers. Here at most ``max_piece_entries`` entries are formed at a time. Ghost
-norms in Opacus are |dW_i|^2. Here all <dW_i, dW_j>, the Gramian, are computed from the factors.
+pair has T (p + q) numbers instead of p q. Opacus and BackPACK compute dW_i for all i by an einsum,
+whose result has B p q numbers. In this package, at most ``max_piece_entries`` numbers are computed
+at a time. From the factors, Opacus also computes the norms |dW_i| ("ghost norms"). This package
+computes all inner products <dW_i, dW_j>, the Gramian, in this way.
 """
 
 import copy
@@ -25,11 +27,11 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-# Largest number of gradient entries that a CPU computes at a time: 16 MiB of float32, to fit into
-# the CPU's cache.
+# Largest number of gradient entries that are computed at a time on a CPU. They take 16 MiB in
+# float32, so that they fit into the CPU's cache.
 PIECE = 2**22
-# The same number for a GPU: 2**25 entries (128 MiB), or 1/128 of the GPU's memory if that is more.
-# It is larger than for a CPU, because starting the kernels for a piece takes up to 2 ms.
+# On a GPU, this number is 2**25 (128 MiB), or as many entries as fit into 1/128 of the GPU's memory
+# if that is more. It is larger than on a CPU, because starting a piece's kernels takes up to 2 ms.
 _LEAST_OF_GPU, _SHARE_OF_GPU = 2**25, 128
 
 
@@ -45,13 +47,14 @@ def max_piece_entries(device: torch.device) -> int:
 class Contribution(ABC):
     """The gradients of C outputs of B samples with respect to one use of a tensor.
 
-    The tensor is read as a matrix: all dimensions except the first are flattened into one. G, shape
-    (C B, entries), is the matrix of all gradients, with a row for each output of each sample.
+    The tensor is treated as a matrix: all dimensions except the first are flattened into one. G,
+    shape (C B, entries), contains all gradients, with a row for each output of each sample.
     """
 
     gradients: Tensor  # with respect to the operation's output, shape (C, B, ...)
-    # Whether the operation gets only some tokens of a text, as an expert of a mixture does. These
-    # tokens are then numbered 0, 1, .... Otherwise, a token's number is its position in the text.
+    # Whether the operation gets only some of a text's tokens, like an expert in a mixture of
+    # experts. Tokens are then numbered 0, 1, .... Otherwise, a token's number is its position in
+    # the text.
     has_ranks: bool = field(default=False, kw_only=True)
 
     @property
@@ -61,7 +64,7 @@ class Contribution(ABC):
     @property
     @abstractmethod
     def matrix(self) -> tuple[int, int]:
-        """The shape of the tensor when it is read as a matrix."""
+        """The shape of the tensor when it is treated as a matrix."""
 
     def add_to(self, gramian: Tensor) -> None:
         """Add the inner products of all gradients, G G^T, to ``gramian``, shape (C B, C B)."""
@@ -77,15 +80,15 @@ class Contribution(ABC):
         return self.part(0, self.matrix[0])
 
     def flattened(self) -> "Dense":
-        """Return the same gradients, with the tensor read as a matrix of one row."""
+        """Return the same gradients, with the tensor treated as a matrix of one row."""
         return Dense(self.whole()[None, :, None])
 
 
 def summed_parts(uses: Sequence[Contribution]) -> Iterator[tuple[int, Tensor]]:
-    """Yield a parameter's gradients, the sum over its ``uses``, for some rows at a time.
+    """Sum a parameter's gradients over its ``uses``, and yield the sum in parts.
 
-    The parameter is read as a matrix. Each part has at least one row of this matrix, and otherwise
-    at most ``max_piece_entries`` numbers.
+    The parameter is treated as a matrix, and each part is for some of its rows. A part has at most
+    ``max_piece_entries`` numbers, or else only one row.
 
     Yields:
         The index of the part's first entry in the row-major parameter, and the gradients with
@@ -107,7 +110,7 @@ def add_product(gramian: Tensor, rows: Tensor) -> None:
 
 
 def pieces(size: int, entries_each: int, device: torch.device) -> Iterator[slice]:
-    """Split items into slices that have at most ``max_piece_entries`` entries, or one item."""
+    """Split items into slices of at most ``max_piece_entries`` entries, but at least one item."""
     step = max(1, max_piece_entries(device) // max(1, entries_each))
     return (slice(start, min(start + step, size)) for start in range(0, size, step))
 
@@ -116,8 +119,8 @@ def pieces(size: int, entries_each: int, device: torch.device) -> Iterator[slice
 class Dense(Contribution):
     """Gradients with respect to a small tensor, stored as a whole, shape (C, B, *shape)."""
 
-    # A function that returns each token's share of the gradients, shape (C, B, T, *shape). Its sum
-    # over the T tokens is ``gradients``. None if the shares are not known.
+    # A function that returns the terms of single tokens, shape (C, B, T, *shape), whose sum over
+    # the T tokens is ``gradients``. None if these terms are not known.
     terms: Callable[[], Tensor] | None = None
 
     @property
@@ -239,7 +242,10 @@ class Lookup(Contribution):
 
 
 def _summed(indices: Tensor, n: int, gradients: Tensor) -> Tensor:
-    """Return sums of gradients (C, B, T, q) with equal indices (B, T) below n, shape (C B, n q)."""
+    """Return the sums of gradients that have the same index, shape (C B, n q).
+
+    ``gradients`` has shape (C, B, T, q), and ``indices``, from 0 to n - 1, has shape (B, T).
+    """
     c, b, _, q = gradients.shape
     row = torch.arange(c * b, device=indices.device).view(c, b, 1)
     sums = gradients.new_zeros(c * b * n, q)
@@ -248,7 +254,7 @@ def _summed(indices: Tensor, n: int, gradients: Tensor) -> Tensor:
 
 
 def transposed(contribution: Contribution, shape: tuple[int, ...]) -> Contribution:
-    """Return gradients with respect to W^T from those with respect to W, which has this shape."""
+    """Return gradients with respect to W^T, given those with respect to W, which has ``shape``."""
     if isinstance(contribution, Outer) and contribution.matrix == shape:
         return replace(contribution, is_transposed=not contribution.is_transposed)
     return Dense(contribution.whole().unflatten(1, shape).transpose(1, 2).unsqueeze(0))
@@ -278,18 +284,19 @@ class Consumer(ABC):
         """
 
     def finish(self) -> None:
-        """Process buffered gradients after the last ``take``. By default, there are none."""
+        """Process the gradients that ``take`` has only buffered. By default, it buffers none."""
         return
 
     def for_samples(self, samples: slice) -> Self:
         """Return a consumer for the gradients of some samples, which adds to the same tensors.
 
-        The first dimension of all ``totals`` must index the samples, unless this is overridden.
+        The first dimension of all ``totals`` must index the samples, unless a subclass overrides
+        this method.
         """
         return self._beginning([total[samples] for total in self.totals])
 
     def empty(self) -> Self:
-        """Return a consumer for the same samples, with new totals that are zero."""
+        """Return a consumer for the same samples, whose totals are new tensors of zeros."""
         return self._beginning([torch.zeros_like(total) for total in self.totals])
 
     def _beginning(self, totals: Sequence[Tensor]) -> Self:

@@ -3,15 +3,15 @@
 A *layout* assigns the entries of a tensor to the B samples of a batch. With stride s, the entry at
 row-major position i belongs to sample (i // s) mod B. If the layout has ``owners``, a list of n
 sample numbers, the entry belongs to sample owners[(i // s) mod n]. The number -1 marks entries on
-which no model output depends. A reshape keeps row-major positions and therefore the layout. With
-other operations, the dimension along which the samples lie may change.
+which no model output depends. A reshape keeps row-major positions and therefore the layout. Other
+operations may change the dimension along which the samples lie.
 
-The layout of a tensor is None if several samples share the tensor, or if it is unknown to which
-samples the entries belong. A layout that is None can cost time but never gives a wrong gradient.
+The layout of a tensor is None if several samples share the tensor, or if it is unknown which entry
+belongs to which sample. Computing gradients may then take longer, but they are never wrong.
 
 BackPACK and Opacus need a rule for each kind of ``nn.Module``, and assume that dimension 0 is the
-batch. Here the nodes of autograd's graph are read, and the batch dimension is derived. Therefore
-functional code needs no special handling, and samples may lie along any dimension, share a
+batch. This module reads the nodes of autograd's graph instead, and derives the batch dimension.
+Therefore, functional code needs no special handling. Samples may lie along any dimension, share a
 dimension with another index, or be gathered by indices.
 """
 
@@ -64,7 +64,7 @@ def name_of(node: Node) -> str:
 
 
 def shape_of(node: Node, number: int) -> tuple[int, ...]:
-    """Return the shape of a node's output. Raise an error if it is a nested tensor."""
+    """Return the shape of a node's output. Raise an error if the output is a nested tensor."""
     return _shape(node._input_metadata[number])
 
 
@@ -84,7 +84,7 @@ _LEAF = "AccumulateGrad"
 
 
 def leaf_of(node: Node) -> Tensor | None:
-    """Return the leaf tensor, such as a parameter, that a node belongs to, or None."""
+    """Return the leaf tensor, such as a parameter, to which a node belongs, or None."""
     return node.variable if node.name().endswith(_LEAF) else None
 
 
@@ -139,11 +139,12 @@ def _settings_of(kind: type) -> tuple[str, ...]:
 
 
 def signature(root: Node, parameters: Sequence[Tensor]) -> tuple[list[Node], Hashable]:
-    """Return the nodes of the graph below ``root``, and a hashable key of its structure.
+    """Return the nodes of the graph below ``root``, and a hashable key of the graph's structure.
 
     If two graphs have equal keys, their nodes correspond in this order, and have equal layouts
-    unless layouts depend on saved values. The key contains each node's name, settings, output
-    shapes and edges and, for a leaf tensor, its index in ``parameters`` and whether it has hooks.
+    unless layouts depend on saved values. The key contains each node's name, ``SETTINGS``, output
+    shapes and edges. For a leaf tensor, the key also contains the index in ``parameters``, and
+    whether the tensor has hooks.
     """
     index = {id(parameter): i for i, parameter in enumerate(parameters)}
     nodes, parts = [root], list[Hashable]()
@@ -192,7 +193,7 @@ def trace(root: Node, parameters: Collection[Tensor]) -> Graph:
 
 
 def _edges_of(node: Node) -> list[Edge]:
-    """Return the edges to a node's inputs, except empty tensors, which have no layout."""
+    """Return the edges to a node's inputs. Empty inputs are left out: they have no layout."""
     return [
         Edge(node, i, used, number)
         for i, (used, number) in enumerate(node.next_functions)
@@ -200,8 +201,8 @@ def _edges_of(node: Node) -> list[Edge]:
     ]
 
 
-# Two layouts with more blocks than this are not compared, because that would take too long. The
-# tensor then counts as shared by all samples.
+# If two layouts of a tensor have more blocks than this, a comparison would take too long, and the
+# tensor is treated as shared by all samples.
 _MOST_BLOCKS = 2**24
 
 
@@ -231,7 +232,7 @@ class Layout:
     def owners_of_blocks(self, stride: int, n_blocks: int) -> Tensor:
         """Return the sample numbers of the first ``n_blocks`` blocks of ``stride`` entries.
 
-        The layout's stride must be a multiple of ``stride``, so that a block is of one sample.
+        The layout's stride must be a multiple of ``stride``, so that a block belongs to one sample.
         """
         each = self.sample_numbers.repeat_interleave(self.stride // stride)
         return each.repeat(-(-n_blocks // len(each)))[:n_blocks]
@@ -257,7 +258,7 @@ def locate(shape: Sequence[int], layout: Layout) -> tuple[int, int] | None:
     """Return the dimension of a tensor along which samples lie, and the width of a sample.
 
     The width is the number of consecutive indices of this dimension that belong to one sample.
-    Return None if the samples lie along several dimensions, and (0, 1) for a single sample.
+    The result is None if the samples lie along several dimensions, and (0, 1) for one sample.
     """
     if layout.n_samples == 1:
         return 0, 1
@@ -271,11 +272,11 @@ def locate(shape: Sequence[int], layout: Layout) -> tuple[int, int] | None:
 
 
 def combined(a: Layout | None, b: Layout | None) -> Layout | None:
-    """Return the layout of a tensor that two operations use, from the layouts that each implies.
+    """Return the layout of a tensor that two operations use.
 
-    Return None if the layouts assign an entry to different samples, because the entry's gradient is
-    then a sum over both samples. An entry that only one layout assigns to a sample belongs to this
-    sample.
+    Each operation implies a layout, ``a`` or ``b``. If the two assign an entry to different
+    samples, the result is None, because the entry's gradient is then a sum over both samples. An
+    entry that only one layout assigns to a sample belongs to this sample.
     """
     if a is None or b is None:
         return None
@@ -292,18 +293,18 @@ def combined(a: Layout | None, b: Layout | None) -> Layout | None:
 
 
 def cyclic(layout: Layout | None) -> Layout | None:
-    """Return an equal cyclic layout, or ``layout`` itself if there is none."""
+    """Return an equal layout without ``owners``, or ``layout`` itself if no such layout exists."""
     if layout is None or layout.owners is None or bool((layout.owners < 0).any()):
         return layout
     return completed(layout)
 
 
 def completed(layout: Layout) -> Layout:
-    """Return a cyclic layout that agrees with ``layout`` for all entries that belong to a sample.
+    """Return a layout without ``owners`` that assigns some entries to samples as ``layout`` does.
 
-    Entries that belong to no sample have gradient zero, so they may be assigned to any sample. But
-    the result may then contradict the layout that another operation implies for the same tensor. If
-    there is no such cyclic layout, ``layout`` is returned.
+    Only entries that belong to a sample must agree. All other entries have gradient zero, so they
+    may be assigned to any sample, but this may contradict the layout that another operation implies
+    for the same tensor. If no such layout exists, ``layout`` itself is returned.
     """
     if layout.owners is None:
         return layout
@@ -319,8 +320,8 @@ def completed(layout: Layout) -> Layout:
 def layout_of(owners: Tensor, stride: int, n_samples: int) -> Layout:
     """Return the layout of a tensor, given the sample number of each block of ``stride`` entries.
 
-    ``owners`` has these numbers on the CPU, in the shape of the tensor's leading dimensions. Those
-    along which the numbers repeat are left out of the layout.
+    ``owners`` contains these numbers on the CPU, in the shape of the tensor's leading dimensions.
+    The layout is shorter than ``owners`` if the numbers repeat along leading dimensions.
     """
     while owners.ndim > 1:
         repeats = bool((owners == owners[:1]).all())
@@ -347,7 +348,7 @@ def probed_layouts(edges: list[Edge], layouts: dict[int, Layout]) -> list[Layout
     the entry's gradient is nonzero only in trials that include b, which gives the bits of b. If the
     gradient is nonzero in both trials of a bit, several samples share the input, so that its layout
     is None. Any two samples differ in some bit, so an operation that mixes samples is always
-    detected. There are 2 ceil(log2 B) trials, compared with B if each sample had its own.
+    detected. For B samples, this takes 2 ceil(log2 B) trials instead of one trial for each sample.
     """
     user = edges[0].user
     n_samples = next(iter(layouts.values())).n_samples
@@ -371,7 +372,7 @@ def probed_layouts(edges: list[Edge], layouts: dict[int, Layout]) -> list[Layout
 def _depending(
     user: Node, layouts: dict[int, Layout], mask: Tensor, inputs: dict[int, Tensor]
 ) -> dict[int, Tensor]:
-    """Return a mask of each input's entries on which samples in ``mask`` depend."""
+    """Return a mask for each input, with the entries on which the samples in ``mask`` depend."""
     generator = torch.Generator().manual_seed(0)
     gradients: dict[int, Tensor] = {}
     for number, layout in layouts.items():

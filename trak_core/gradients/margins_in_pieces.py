@@ -2,8 +2,8 @@
 
 The margin of token t with label y is m_t = z_ty - logsumexp_{v != y} z_tv, with logits z_t = W h_t
 + b. T tokens have T x V logits, where V is the size of the vocabulary. Autograd would store all of
-these logits for the backward pass. Here they are computed for some tokens at a time, and computed
-again in the backward pass, which uses the derivatives ("slopes")
+these logits for the backward pass. The functions of this module compute logits for some tokens at a
+time, and compute them again in the backward pass, which uses the derivatives ("slopes")
 
     dm_t/dz_tv = 1 if v = y, else -exp(z_tv - logsumexp_{u != y} z_tu).
 """
@@ -41,8 +41,8 @@ class Head:
     ) -> Tensor:
         """Return the derivatives of tokens' margins with respect to outputs of the linear layer.
 
-        ``part`` selects some of the tokens ``rows``. The derivatives are those with respect to the
-        outputs for classes first, ..., last - 1, shape (tokens, last - first).
+        ``part`` selects some of the tokens in ``rows``. The derivatives are those with respect to
+        the outputs for classes first, ..., last - 1, shape (tokens, last - first).
         """
         bias = None if self.bias is None else self.bias[first:last]
         x = linear(rows.hidden[part], self.weight[first:last], bias)
@@ -51,11 +51,11 @@ class Head:
             logits = self.then(x)
         slopes = at_least_float32(logits.detach())
         others = rows.others[part, None]
-        # Autograd may have saved the logits as the results of ``functions``. If they were
-        # overwritten, the derivatives of these functions would be wrong.
+        # The derivatives of ``functions`` may need their results, the logits, which autograd has
+        # saved. In this case, the logits must not be overwritten.
         slopes = slopes - others if self.functions else slopes.sub_(others)
         slopes.exp_().neg_()
-        # Indexing with a mask instead of ``gather`` would make the CPU wait for the GPU.
+        # Indexing with a boolean mask instead of ``gather`` would make the CPU wait for the GPU.
         own = rows.labels[part, None] - first
         column = own.clamp(0, slopes.shape[1] - 1)
         slopes.scatter_(1, column, slopes.gather(1, column).masked_fill_(own == column, 1))
@@ -65,7 +65,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The tokens of all texts, one text after another."""
+    """Inputs and labels of the last layer for the tokens of all texts, one text after another."""
 
     hidden: Tensor  # the layer's inputs h, shape (tokens, d)
     labels: Tensor  # classes, shape (tokens,)
@@ -75,10 +75,10 @@ class Rows:
 def margins_of_tokens(hidden: Tensor, labels: Tensor, head: Head) -> tuple[Tensor, Tensor]:
     """Return the margins of labels, and whether each label is the predicted class.
 
-    Margins equal those of ``model_outputs.supervised.margin`` up to rounding. ``hidden``, shape
-    (batch, tokens, d), are the inputs of the last layer ``head``. Labels and both results have
-    shape (batch, tokens). At most ``max_piece_entries`` logits, or those of one token, are computed
-    at a time.
+    The margins equal those of ``model_outputs.supervised.margin`` up to rounding. ``hidden``, shape
+    (batch, tokens, d), contains the inputs of the last layer ``head``. Labels and both results have
+    shape (batch, tokens). To save memory, at most ``max_piece_entries`` logits, or the logits of
+    one token, are computed at a time.
     """
     bias = None if head.bias is None else head.bias.detach()
     fixed = Head(head.weight.detach(), bias, head.functions)
@@ -86,22 +86,22 @@ def margins_of_tokens(hidden: Tensor, labels: Tensor, head: Head) -> tuple[Tenso
     trained = [t for t in (head.weight, head.bias) if t is not None and t.requires_grad]
     if trained and torch.is_grad_enabled():
         rows = Rows(hidden.detach().flatten(0, 1), labels.flatten(), others)
-        # The layer's parameters get a separate node in the graph. ``by_samples`` ends the backward
-        # pass at this node without running it, and computes only the gradients that it needs.
+        # The layer's parameters get a separate node in the graph. ``by_samples`` doesn't run this
+        # node, whose result would be summed over samples, but computes per-sample gradients itself.
         margins = margins + HeadOfMargins.apply(head.weight, head.bias, fixed, rows, margins.shape)
     return margins, is_right
 
 
 class MarginsInPieces(torch.autograd.Function):
-    """The margins as a function of the last layer's inputs, with constant parameters."""
+    """The margins as a function of the last layer's inputs. The parameters are constants."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, hidden: Tensor, labels: Tensor, head: Head
     ) -> tuple[Tensor, Tensor, Tensor]:
         flat, own_class = hidden.flatten(0, 1), labels.flatten()
-        # Results are written to one tensor. Many small tensors, between the large blocks of logits
-        # that are freed, would fragment memory.
+        # All results are written to the same few tensors. If each piece had new tensors, they would
+        # lie between the freed blocks of logits and fragment the memory.
         like = head.logits(flat[:0])
         margins = at_least_float32(like).new_empty(len(flat))
         others, is_right = torch.empty_like(margins), torch.empty_like(own_class, dtype=torch.bool)
@@ -133,7 +133,10 @@ class MarginsInPieces(torch.autograd.Function):
 
 
 class HeadOfMargins(torch.autograd.Function):
-    """A function with value 0 whose derivatives are those of margins by the layer's parameters."""
+    """The constant 0, with the margins' derivatives with respect to the layer's parameters.
+
+    Added to the margins of ``MarginsInPieces``, it contributes only these derivatives.
+    """
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -152,7 +155,8 @@ class HeadOfMargins(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, gradients: Tensor
     ) -> tuple[Tensor | None, ...]:
-        # Autograd needs a sum over all texts, so all texts are treated as one sample.
+        # Autograd needs gradients that are summed over texts, so all texts are treated as one
+        # sample.
         factors, weight = head_factors(ctx, gradients.reshape(1, 1, -1)), None
         if ctx.needs_input_grad[0]:
             weight = torch.empty_like(ctx.head.weight)
@@ -163,7 +167,10 @@ class HeadOfMargins(torch.autograd.Function):
 
 
 def head_factors(node: Any, gradients: Tensor) -> "MarginFactors":
-    """Return the last layer's gradients, given those of the margins, shape (C, B, tokens)."""
+    """Return the gradients of the last layer's weight, given those with respect to the margins.
+
+    ``node`` is the node of ``HeadOfMargins``. ``gradients`` has shape (C, B, tokens).
+    """
     return MarginFactors(gradients, Rows(*node.saved_tensors), node.head)
 
 
@@ -171,9 +178,9 @@ def head_factors(node: Any, gradients: Tensor) -> "MarginFactors":
 class MarginFactors(Contribution):
     """Gradients of the last layer's weight, dW_i = sum_t delta_t slopes_t h_t^T.
 
-    dW_i is computed when it is needed. ``gradients`` is delta, the gradients with respect to
-    margins, shape (C, B, tokens). slopes_t are the derivatives of token t's margin with respect to
-    the layer's outputs, and h_t are the layer's inputs. ``rows`` are the tokens of all texts.
+    dW_i is computed only when it is needed. ``gradients`` is delta, the gradients with respect to
+    margins, shape (C, B, tokens). slopes_t contains the derivatives of token t's margin with
+    respect to the layer's outputs, and h_t the layer's inputs. ``rows`` contains all tokens.
     """
 
     rows: Rows
@@ -198,7 +205,7 @@ class MarginFactors(Contribution):
                 hidden = self.rows.hidden[tokens]
                 for i in range(n_each):
                     factors = self.gradients[i, sample, part, None].to(slopes.dtype)
-                    # The sum over pieces is in the dtype of ``total``, which is at least float32.
+                    # Pieces are summed in the dtype of ``total``, which is at least float32.
                     total[i, sample] += (slopes * factors).T @ hidden
         return total.to(self.head.weight.dtype).reshape(self.n_rows, -1)
 
@@ -222,12 +229,12 @@ class MarginFactors(Contribution):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BiasFactors(Dense):
-    """Gradients of the last layer's bias. The terms of tokens are computed when they are needed."""
+    """Gradients of the last layer's bias. The tokens' terms are computed only when needed."""
 
     weight_factors: MarginFactors
 
     def outers(self) -> Iterator[Outer]:
-        """Yield the terms delta_t slopes_t for some tokens at a time, as products with ones."""
+        """Yield the terms delta_t slopes_t for some tokens at a time, as outer products with 1."""
         for outer in self.weight_factors.outers():
             ones = outer.inputs.new_ones(*outer.inputs.shape[:2], 1)
             yield Outer(outer.gradients, ones, is_transposed=True)

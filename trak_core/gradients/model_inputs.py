@@ -45,7 +45,7 @@ class Batch:
         return len(self.labels)
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "Batch":
-        """Return a batch of the results of ``function``, which must keep the number of tokens."""
+        """Apply ``function``, which must keep the number of tokens, to all tensors of the batch."""
         inputs = {name: function(tensor) for name, tensor in self.tensors()}
         lengths = None if self.lengths is None else function(self.lengths)
         return self.with_inputs(inputs, function(self.labels), lengths)
@@ -68,7 +68,7 @@ class Batch:
     def with_inputs(
         self, inputs: Mapping[str, Tensor], labels: Tensor, lengths: Tensor | None
     ) -> "Batch":
-        """Return a batch with new inputs, in the order of ``tensors``, and with new labels."""
+        """Return a batch with other inputs, which are in the order of ``tensors``, and labels."""
         tensors = list(inputs.values())
         n_args = len(self.args)
         kwargs = dict(zip(self.kwargs, tensors[n_args:], strict=True))
@@ -76,7 +76,7 @@ class Batch:
         return replace(self, args=args, kwargs=kwargs, labels=labels, lengths=lengths)
 
     def given_to(self, model: nn.Module) -> object:
-        """Call a model with copies of the inputs, because it may modify them. Return its result."""
+        """Return the model's result for copies of the inputs, because the model may modify them."""
         named = {**self.kwargs, "labels": self.labels} if self.gives_labels else self.kwargs
         kwargs = {name: tensor.clone() for name, tensor in named.items()}
         returned = model(*(tensor.clone() for tensor in self.args), **kwargs)
@@ -89,7 +89,7 @@ class Batch:
 
 
 def without_virtual_tokens(model: nn.Module, returned: Any, labels: Tensor) -> Any:
-    """Remove the logits of the virtual tokens that prompt tuning adds, and return the result."""
+    """Return the model's result without the logits of virtual tokens that prompt tuning adds."""
     n_virtual = getattr(getattr(model, "active_peft_config", None), "num_virtual_tokens", None)
     logits = getattr(returned, "logits", None)
     if not n_virtual or not isinstance(logits, Tensor) or logits.ndim != 3 or labels.ndim < 2:
@@ -119,9 +119,9 @@ def as_batch(samples: Samples, output: ModelOutput) -> Batch:
 
     ``samples`` is a tuple of the model's positional arguments followed by the labels, or a dict of
     the model's named arguments and ``labels``, or a batch. If the model output needs no labels, the
-    tuple or dict contains none. If labels are tokens, those that ``attention_mask`` excludes as
-    padding get the label ``IGNORED``, and so do tokens that padding would predict. For a model with
-    a decoder, the mask is ``decoder_attention_mask``.
+    tuple or dict contains none. If labels are tokens, a token that ``attention_mask`` excludes as
+    padding gets the label ``IGNORED``, and so does a token whose prediction would come from
+    padding. For a model with a decoder, the mask is ``decoder_attention_mask``.
 
     Returns:
         The batch, on the samples' device.
@@ -218,10 +218,10 @@ def joined(batches: Sequence[Batch]) -> Batch:
 
 
 def _padded_cat(tensors: Sequence[Tensor], longest: int | None, filling: int = 0) -> Tensor:
-    """Concatenate tensors (samples, ...), padded in dimension 1 unless ``longest`` is None."""
+    """Concatenate tensors, shape (samples, ...). Pad dimension 1 to ``longest`` if it is given."""
     if longest is not None:
-        # A tensor that is too long is not cut, which ``pad`` would do for a negative margin, so
-        # that ``cat`` or the model raises an error.
+        # With a negative margin, ``pad`` would cut a tensor that is too long. Instead, ``cat`` or
+        # the model must raise an error.
         margins = [(0, 0) * (x.ndim - 2) + (0, max(0, longest - x.shape[1])) for x in tensors]
         tensors = [pad(x, at, value=filling) for x, at in zip(tensors, margins, strict=True)]
     return torch.cat(list(tensors))
@@ -229,12 +229,12 @@ def _padded_cat(tensors: Sequence[Tensor], longest: int | None, filling: int = 0
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """What the shapes of several samples have in common."""
+    """The properties of several samples' shapes that are needed to pad and join the samples."""
 
     lengths: list[int]  # number of tokens of each text; empty if samples are not texts
     token_inputs: frozenset[str]  # names of the inputs that have one row for each label
-    # The largest length of each input whose length doesn't depend on the number of labels, such as
-    # the input of an encoder.
+    # The largest length of each input whose length differs between samples and doesn't depend on
+    # the number of labels, such as the input of an encoder.
     encoder_lengths: Mapping[str, int]
 
     @property
@@ -244,12 +244,12 @@ class Shapes:
 
 
 def shapes_of(samples: Iterable[tuple[object, Batch]], output: ModelOutput) -> Shapes:
-    """Return the common properties of samples' shapes, or raise an error that names two samples.
+    """Return the lengths of samples, or raise an error that names two samples of unlike shapes.
 
-    ``samples`` are pairs of an id and a batch of one sample. Texts have one label for each token,
-    and may differ in the number of tokens. This is the first dimension of the labels and of inputs
-    with one row for each token. If the model also gets the labels, its named inputs may differ in
-    length from the labels. All other shapes must be equal.
+    ``samples`` are pairs of an id and a batch of one sample. Texts, which have one label for each
+    token, may differ in the number of tokens. This number is the first dimension of the labels and
+    of inputs with one row for each token. If the model is also called with the labels, its named
+    inputs may have other lengths than the labels. All other shapes must be equal.
     """
     first: dict[str, tuple[int, ...]] = {}
     first_id: object = None
@@ -320,7 +320,11 @@ _INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib"
 def naming_sample(
     model: nn.Module, batch: Batch, ids: Sequence[object]
 ) -> Generator[None, None, None]:
-    """If the context fails as if by a wrong input, find the first sample with which calls fail."""
+    """If code in this context fails, raise an error that names the sample that caused it.
+
+    After an error that a wrong input may cause, the model is called with one sample at a time. If
+    no call fails, the original error is raised.
+    """
     try:
         yield
     except (IndexError, KeyError, TypeError, AttributeError):
@@ -330,11 +334,11 @@ def naming_sample(
         raise
 
 
-def call(model: nn.Module, batch: Batch, told: str = "") -> object:
-    """Return the result of the model for a batch, which ``told`` describes in messages.
+def call(model: nn.Module, batch: Batch, batch_name: str = "") -> object:
+    """Return the result of the model for a batch.
 
     If the call fails, raise an ``InputError`` that describes the inputs and quotes the line of the
-    user's code that failed.
+    user's code that failed. ``batch_name`` is used for the batch in this message.
     """
     try:
         return batch.given_to(model)
@@ -348,7 +352,7 @@ def call(model: nn.Module, batch: Batch, told: str = "") -> object:
         has_no_graph = "does not require grad" in str(error)
         raise InputError(
             "The model must accept its samples. It was called with "
-            f"{told or ('one sample' if len(batch) == 1 else f'{len(batch)} samples')} of "
+            f"{batch_name or ('one sample' if len(batch) == 1 else f'{len(batch)} samples')} of "
             f"{inputs}, and its parameters have the dtype {own}. Found {type(error).__name__}: "
             f"{first_line(error)}{_last_line(error)}\n"
             f"{_DIFFERENTIATES if has_no_graph else CHANGE_SAMPLES}",
@@ -383,8 +387,8 @@ def _last_line(error: BaseException) -> str:
     return f"\nin {frame.filename}:{frame.lineno}, {frame.name}: {frame.line}"
 
 
-# Machine epsilon of TF32, which has a mantissa of 10 bits. With ``precision: high``, GPUs round the
-# factors of float32 matrix products to TF32.
+# Machine epsilon of TF32, which has a mantissa of 10 bits. With ``precision: high`` in the config,
+# GPUs round the factors of float32 matrix products to TF32.
 _TF32 = 2.0**-10
 
 
@@ -392,8 +396,9 @@ def call_with_rounding(model: nn.Module, batch: Batch) -> tuple[object, float]:
     """Return the result of the model for a batch, and a bound for the relative rounding error.
 
     The bound is sqrt(eps), where eps is the largest machine epsilon of the parameters and of the
-    tensors that layers return, which autocast may make larger. Rounding errors are far smaller than
-    the bound, and errors of a wrong computation are far larger.
+    tensors that layers return. With autocast, layers may return lower precision than that of the
+    parameters. Rounding errors are far smaller than the bound, and errors of a wrong computation
+    are far larger.
     """
     epsilons: list[float] = []
 
@@ -408,7 +413,7 @@ def call_with_rounding(model: nn.Module, batch: Batch) -> tuple[object, float]:
 
 
 def least_rounding(model: nn.Module) -> float:
-    """Return the bound of ``call_with_rounding`` for a model without autocast."""
+    """Return the bound of ``call_with_rounding`` for a model that doesn't use autocast."""
     parameters = list(model.parameters())
     epsilons = [torch.finfo(p.dtype).eps for p in _floats(parameters)]
     if any(p.is_cuda for p in parameters):

@@ -1,15 +1,16 @@
-"""Differentiate an output for all samples of a batch by one backward pass.
+"""Compute the gradients of an output for all samples of a batch by one backward pass.
 
 ``by_samples`` runs one ordinary backward pass of sum_i f_i, where f_i is the output of sample i.
-Hooks on nodes of autograd's graph read the gradients at the crossings of a plan
-(``backward_plan.py``), and pass each parameter's gradients to a consumer. ``by_rows`` is for
-outputs whose samples can't be told apart. It propagates all rows of the Jacobian together, by a
-vmapped vector-Jacobian product.
+Hooks on nodes of autograd's graph read the gradients with respect to the outputs of operations that
+use parameters (``backward_plan.py`` finds these operations). From them and the operations' inputs,
+the module computes each parameter's per-sample gradients, and passes them to a consumer.
+``by_rows`` is for outputs whose samples can't be told apart. It computes all rows of the Jacobian
+together, by a vmapped vector-Jacobian product.
 
 Unlike with ``torch.func.vmap(torch.func.grad(f))``, the model runs as it is written, with its own
 kernels, hooks and control flow, because nothing is traced. The (B, p) matrix of gradients is not
 formed, because a consumer gets each parameter's gradients as soon as they are computed. For a
-linear layer, it gets output gradients and inputs, whose product the gradient is (see
+linear layer, the consumer gets factors of the gradient: output gradients and inputs (see
 ``gradient_formulas``).
 """
 
@@ -60,8 +61,8 @@ def take_rows(
 
     ``gradients`` contains a tensor of shape (rows, *shape) for each output. ``extra`` maps
     parameters to gradients, shape (rows, entries), that are added to the results. One vmapped
-    backward pass computes all rows, and a parameter's gradients are freed after the consumer has
-    used them. If an operation can't be vmapped, each row is computed by a pass of its own, and the
+    backward pass computes all rows. A parameter's gradients are freed after the consumer has used
+    them. If an operation doesn't support vmap, there is one backward pass for each row, and the
     consumer gets the gradients of all parameters at the end.
     """
 
@@ -84,7 +85,7 @@ def take_rows(
     try:
         part = run(_together)
     except RuntimeError:
-        # Probably vmap doesn't support an operation. Any other error is raised again here.
+        # Probably an operation doesn't support vmap. After any other error, this call fails, too.
         part = run(_row_by_row)
     consumer.add(part)
 
@@ -99,8 +100,8 @@ def _together(
 
         def hook(gradient: Tensor) -> Tensor:
             watch_rows([gradient], arrive, len(gradients[0]))
-            # Autograd keeps the returned tensor in memory until the pass ends, so it is an expanded
-            # zero, which needs almost no memory.
+            # Autograd keeps the returned tensor in memory until the pass ends. A zero that is
+            # expanded to the parameter's shape needs almost no memory.
             return gradient.new_zeros(()).expand(parameter.shape)
 
         return hook
@@ -131,9 +132,9 @@ def backward(
 ) -> None:
     """Run one backward pass for all rows, and call ``at_stops`` with the gradients of ``stops``.
 
-    ``gradients`` contains a tensor of shape (rows, *shape) for each output. None means one row of
-    ones, for outputs that are scalars. Only operations between the outputs and ``stops`` run. A
-    ``RuntimeError`` is raised if one of these operations can't be vmapped.
+    ``gradients`` contains a tensor of shape (rows, *shape) for each output. If it is None, the
+    outputs are scalars, and there is one row of ones. Only operations between the outputs and
+    ``stops`` run. A ``RuntimeError`` is raised if one of these operations doesn't support vmap.
     """
 
     def run(*rows: Tensor) -> Tensor:
@@ -150,8 +151,8 @@ def backward(
         run(*(gradient[0] for gradient in gradients))
         return
     with warnings.catch_warnings():
-        # torch warns that operations without a batching rule run once for each row. This is slow,
-        # but the result is correct.
+        # torch warns about operations without a batching rule. They run once for each row, which is
+        # slow but correct.
         warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
         torch.func.vmap(run)(*gradients)
 
@@ -168,7 +169,7 @@ def watch_rows(gradients: Sequence[Tensor | None], watcher: Watcher, n_rows: int
 
 
 class _SeenThroughVmap(torch.autograd.Function):
-    """A function that calls the watcher with all rows, by its batching rule for ``vmap``."""
+    """A function whose batching rule for ``vmap`` calls the watcher with all rows."""
 
     @staticmethod
     def forward(watcher: Watcher, *gradients: Tensor | None) -> Tensor:
@@ -177,7 +178,7 @@ class _SeenThroughVmap(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Save nothing, because gradients are not differentiated again."""
+        """Save nothing, because there is no second derivative."""
 
     @staticmethod
     def vmap(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -198,8 +199,8 @@ def hooked(
     """Register hooks for one backward pass, which begins at ``start``, and remove them at the end.
 
     ``hooks`` are pairs (register, hook), where ``register`` is a function that registers the hook.
-    If an operation runs another backward pass inside of this one, for example to solve an adjoint
-    ODE, the hooks ignore the inner pass.
+    An operation may run another backward pass inside of this one, for example to solve an adjoint
+    ODE. The hooks ignore the inner pass.
     """
     passes: list[int] = []
 
@@ -231,8 +232,8 @@ def by_rows(consumer: Consumer, output: Tensor, parameters: Sequence[Tensor]) ->
         take_rows(consumer, [edge], [rows.view(-1, *output.shape)], reached, {})
 
 
-# Plans of recent graphs, by key. The plans contain node numbers in place of nodes, so that no graph
-# is kept in memory.
+# The cache of ``plan_of``: plans of recent graphs, by key. These plans contain node numbers in
+# place of nodes, so that they keep no graph in memory.
 _PLANS: dict[Hashable, Plan] = {}
 _MOST_PLANS = 16
 
@@ -289,22 +290,22 @@ def by_samples(
     propagated. The consumer gets one gradient for each entry, ordered by c, then i. The errors of
     ``plan_of`` are raised before the consumer gets any gradient.
 
-    Without ``keep_graph``, saved tensors of operations are freed during the pass. They are kept if
-    there is no formula for the gradients of an operation, because the operation is then
-    differentiated again. If a formula exists but doesn't apply, a ``GraphNeededError`` is raised,
-    after the consumer has processed some of the gradients.
+    Without ``keep_graph``, the tensors that operations have saved are freed during the pass, unless
+    an operation has no formula for its gradients. Such an operation is differentiated again after
+    the pass, and needs its saved tensors. If a formula exists but doesn't apply, a
+    ``GraphNeededError`` is raised, after the consumer has processed some of the gradients.
     """
     plan = plan_of(output, parameters, dim)
     others = [size for i, size in enumerate(output.shape) if i != dim]
     n_samples = output.shape[dim]
     n_each = output.numel() // n_samples
     if n_each == 1:
-        # The pass starts from a scalar, the sum of the outputs, which needs no initial gradient. To
-        # check the shape of an initial gradient, torch would import sympy, which is slow.
+        # The pass starts from a scalar, the sum of the outputs, because it then needs no initial
+        # gradient. To check an initial gradient's shape, torch would import sympy, which is slow.
         with torch.enable_grad():
             start, gradients = get_gradient_edge(output.sum()), None
     else:
-        # In row c, entry c of every sample has the initial gradient 1.
+        # In row c, the initial gradient is 1 for entry c of every sample, and 0 for all others.
         rows = torch.eye(n_each, dtype=output.dtype, device=output.device).view(n_each, *others)
         rows = rows.unsqueeze(dim + 1).expand(n_each, *output.shape)
         start, gradients = get_gradient_edge(output), [rows]
@@ -336,19 +337,21 @@ def by_samples(
 class _Pass:
     """The state of a backward pass: the per-sample gradients that were computed so far.
 
-    They are computed at the crossings of ``plan``: edges from tensors whose entries belong to
-    single samples to regions, which are connected parts of the graph that samples share.
+    They are computed at the crossings of ``plan``. A crossing is an edge of the graph to a region,
+    which is a set of connected tensors that all samples share.
     """
 
     def __init__(self, plan: Plan, consumer: Consumer, keeps_graph: bool):
         self.plan, self.consumer = plan, consumer
         self.keeps_graph = keeps_graph  # whether saved tensors are still there after the pass
-        # For each region with ``is_direct``, gradients at its crossings, until all are computed.
+        # For each region with ``is_direct``: the gradients at its crossings. As soon as those at
+        # all crossings are computed, they are passed to the consumer and removed.
         self.uses: dict[Region, list[Contribution]] = defaultdict(list)
-        # Operations without a formula, the gradients of their outputs, and their crossings.
+        # Operations that will be differentiated after the pass, because they have no formula, with
+        # the gradients of their outputs, and with their crossings.
         self.waiting: dict[Node, tuple[dict[int, Tensor], list[tuple[Edge, Region]]]] = {}
-        # For each other region, the sum of the gradients with respect to each tensor of the region
-        # to which a crossing leads.
+        # For each other region: the tensors to which its crossings lead, and for each tensor the
+        # sum of the gradients from these crossings.
         self.sums: dict[Region, dict[tuple[Node, int], Tensor]] = defaultdict(dict)
 
     def visit(self, node: Node, gradients: dict[int, Tensor]) -> None:
@@ -383,8 +386,8 @@ class _Pass:
     def finish(self) -> None:
         """Differentiate operations without a formula, then propagate gradients to parameters.
 
-        This must be called after the backward pass. During the pass, operations would compute only
-        the gradients that the pass needs, and the hooks of the pass would be called again.
+        This method must be called after the backward pass. During the pass, operations compute only
+        the gradients that the pass itself needs, and the hooks of the pass would be called again.
         """
         for node, (gradients, waiting) in self.waiting.items():
             indices = [edge.index for edge, _ in waiting]
@@ -412,7 +415,7 @@ class _Pass:
 
 
 def _to_parameter(contribution: Contribution, edge: Edge) -> Contribution:
-    """Return a parameter's gradients, given those of a reshaped or transposed view of it."""
+    """Return a parameter's gradients, given those of a reshaped or transposed view."""
     node = edge.node
     while leaf_of(node) is None:
         if not keeps_order(node):
@@ -422,7 +425,11 @@ def _to_parameter(contribution: Contribution, edge: Edge) -> Contribution:
 
 
 def _past_moves(rows: Tensor, edge: Edge) -> tuple[Tensor, Node, int]:
-    """Return the gradients, node and output number of the tensor below operations of ``MOVES``."""
+    """Return gradients with respect to a tensor, given those of a view, such as a reshaped weight.
+
+    Also return the tensor's node and output number. If the view contains a ``Transpose`` or
+    ``Permute``, the tensor is the result of this operation, which ``take_rows`` differentiates.
+    """
     node, number = edge.node, edge.number
     rows = rows.view(-1, *shape_of(node, number))
     while name_of(node) in MOVES - {"Transpose", "Permute"}:
@@ -436,7 +443,7 @@ def _past_moves(rows: Tensor, edge: Edge) -> tuple[Tensor, Node, int]:
 def _by_operation(
     node: Node, gradients: dict[int, Tensor], layouts: dict[int, Layout], indices: list[int]
 ) -> dict[int, Tensor]:
-    """Return gradients of inputs, (C, B, *shape), by differentiating a node once per sample."""
+    """Differentiate an operation once per sample. Return gradients of inputs, (C, B, *shape)."""
     n_samples = next(iter(layouts.values())).n_samples
     like = next(iter(gradients.values()))
     n_each = len(like)
@@ -446,7 +453,7 @@ def _by_operation(
         answers = differentiate(node, masked)
         for index, rows in rows_of.items():
             answer, shape = answers[index], shape_of(*node.next_functions[index])
-            # Like autograd, sum over dimensions along which the input was broadcast.
+            # Like autograd, the sum is over the dimensions along which the input was broadcast.
             rows.append(like.new_zeros(shape) if answer is None else answer.sum_to_size(shape))
     return {i: torch.stack(rows).unflatten(0, (n_each, n_samples)) for i, rows in rows_of.items()}
 

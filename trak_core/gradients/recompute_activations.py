@@ -5,10 +5,10 @@ needs a tensor that an operation of the block has saved, the block is called aga
 all its saved tensors. A saved tensor is freed together with the node of the graph that saved it, or
 when the next block is recomputed.
 
-Unlike with ``torch.utils.checkpoint``, the graph has the nodes of all operations, which
-``one_pass`` reads, and the model need not be changed. The saved tensors of both calls are compared
-by fingerprints, and an ``InputError`` is raised if they differ. A block is not recomputed if it may
-modify objects among its arguments, because the second call would then get other arguments.
+Unlike with ``torch.utils.checkpoint``, the graph contains the nodes of all operations, which
+``one_pass`` reads, and the model's code doesn't have to be changed. The saved tensors of both calls
+are compared by fingerprints, and an ``InputError`` is raised if they differ. A block is not
+recomputed if it may modify its arguments, because the second call would then get other values.
 
 Source: Chen et al., "Training deep nets with sublinear memory cost", 2016.
 """
@@ -30,14 +30,14 @@ from torch.utils import _pytree as pytree
 from trak_core.errors import InputError
 from trak_core.gradients.differentiable_model import graph_to, in_evaluation_mode
 
-# Types of arguments with which a block can be called twice. A block may modify tensors, which their
-# version counters reveal, but can't modify objects of the other types.
+# Types of arguments with which a block can be called twice. If a block modifies a tensor, the
+# tensor's version counter reveals this. Objects of the other types can't be modified.
 _SAFE_TYPES = (Tensor, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
 # Saved tensors of these dtypes are not compared between two calls, because they may be
 # uninitialized workspaces or seeds, which differ although the results are equal.
 _NOT_COMPARED = (torch.uint8, torch.uint64)
-# Allowed difference between the numbers of two calls, in machine epsilons. It is not 0, because the
-# order in which a GPU sums may differ between calls.
+# Allowed difference between the numbers of two calls, in machine epsilons. It is not 0, because a
+# GPU may sum in a different order in each call.
 _ROUNDING = 8
 
 
@@ -48,17 +48,18 @@ class Recomputation:
         self._model = model
         self.blocks = _repeated_blocks(model)
         self.is_on = False  # whether the blocks are recomputed
-        # A reference to the call whose saved tensors were restored last.
+        # A weak reference to the call that was repeated last, and whose tensors are in memory.
         self.restored: Callable[[], _Call | None] = lambda: None
-        # For ``sample_memory``: the bytes of each storage that stays in memory, by address, and the
-        # largest number of bytes that the call of a block frees.
+        # For ``sample_memory``: the size in bytes of each storage that stays in memory, by address,
+        # and the largest number of bytes that one call of a block frees.
         self._kept: dict[int, int] = {}
         self._largest_freed = 0
-        # Names of the classes of blocks that can't be called twice and so keep all saved tensors.
+        # The classes of blocks that can't be called twice, so that all saved tensors stay in
+        # memory.
         self.not_recomputed: set[str] = set()
 
     def start(self) -> None:
-        """Replace each block's ``forward``, so that it is recomputed from now on."""
+        """Replace each block's ``forward``, so that its activations are recomputed from now on."""
         self.is_on = True
         for block in self.blocks:
             block.forward = _Forward(self, block, block.forward)
@@ -85,18 +86,24 @@ class Recomputation:
         self._kept, self._largest_freed = {}, 0
 
     def count(self, kept: dict[int, int], freed_bytes: int) -> None:
-        """Count a call's memory: bytes of kept storages by address, and bytes that are freed."""
+        """Count the memory of a block's call.
+
+        ``kept`` contains the sizes of storages that stay in memory, by address.
+        """
         self._kept.update(kept)
         self._largest_freed = max(self._largest_freed, freed_bytes)
 
     def peak_bytes(self, excluded: set[int]) -> int:
-        """Return the peak memory of all calls, without storages at the addresses ``excluded``."""
+        """Return the peak memory of the counted calls, without the storages in ``excluded``."""
         kept = sum(n for address, n in self._kept.items() if address not in excluded)
         return kept + self._largest_freed
 
 
 def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the members of outermost module lists with two members of the same class."""
+    """Return the modules of each list that contains several modules of the same class.
+
+    Lists inside of a repeated block are ignored, because the whole block is recomputed.
+    """
     blocks: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for module in model.modules():  # outer modules come before inner modules
@@ -110,7 +117,7 @@ def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 class _Forward:
-    """The replacement of a block's ``forward``. Unlike a closure, it is copied with the model."""
+    """The replacement of a block's ``forward``. It is not a closure, so deepcopy can copy it."""
 
     def __init__(self, owner: Recomputation, block: nn.Module, forward: Callable[..., Any]):
         self.owner, self.block, self.forward = owner, block, forward
@@ -146,8 +153,8 @@ class _Call:
     def __init__(self, replacement: _Forward, args: Sequence[Any], kwargs: dict[str, Any]):
         self.owner, self.block = replacement.owner, replacement.block
         self.forward = replacement.forward
-        # The arguments without their graph, which would otherwise stay in memory. Their tensors
-        # share memory and version counters with the original tensors.
+        # The tensors among the arguments are detached, because their graph would otherwise stay in
+        # memory. They share memory and version counters with the original tensors.
         self.arguments = pytree.tree_map_only(
             Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), (tuple(args), kwargs)
         )
@@ -166,7 +173,7 @@ class _Call:
         self.random = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self.gpus)]
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Return the result of the block, after freeing the tensors that its operations saved."""
+        """Run the block, free the tensors that its operations saved, and return the result."""
         alive: list[tuple[_Saved, Tensor]] = []
 
         def pack(tensor: Tensor) -> Tensor | _Saved:
@@ -215,7 +222,7 @@ class _Call:
                 tensors.append(tensor.detach())
                 fingerprints.append(_fingerprint(tensor))
 
-        # Lists and dicts are copied, because a block may modify them.
+        # ``tree_map`` copies lists and dicts, because a block may modify them.
         args, kwargs = pytree.tree_map(lambda leaf: leaf, self.arguments)
         with ExitStack() as stack:
             stack.enter_context(in_evaluation_mode(self.block))
@@ -253,13 +260,13 @@ class _Call:
 
 
 def _sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Return the number of bytes of each tensor's storage, by the storage's address."""
+    """Return the size in bytes of each tensor's storage, by the storage's address."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
 def _fingerprint(tensor: Tensor) -> int | Tensor | None:
-    """Return a fingerprint of a tensor's values, or None if the tensor is not compared."""
+    """Return a fingerprint of a tensor's values, or None if they need not be compared."""
     tensor = tensor.detach()
     is_index = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
     if tensor.dtype in _NOT_COMPARED or (is_index and tensor.ndim == 0):
@@ -268,7 +275,7 @@ def _fingerprint(tensor: Tensor) -> int | Tensor | None:
 
 
 def _checksum(tensor: Tensor) -> int:
-    """Return a checksum of a tensor's bits. On a CPU, two calls of a block give equal bits."""
+    """Return a checksum of a CPU tensor's bits, which are the same in two calls of a block."""
     for i, stride in enumerate(tensor.stride()):
         tensor = tensor if stride else tensor.narrow(i, 0, min(1, tensor.shape[i]))
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)

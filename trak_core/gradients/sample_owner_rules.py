@@ -1,9 +1,9 @@
 """Rules that derive the layout of an operation's input from the layout of its output.
 
-A layout assigns the entries of a tensor to samples (``graph.py``). A rule may return a layout of an
-input only if no output entry of one sample depends on input entries of another. Otherwise it
-returns None, which means that samples share the input. Operations without a rule are differentiated
-with test gradients (``graph.probed_layouts``).
+A layout assigns the entries of a tensor to samples (``graph.py``). A rule returns the layout of an
+input if no output entry of one sample depends on input entries of another. Otherwise, it returns
+None, which means that samples share the input. Operations without a rule are differentiated with
+test gradients (``graph.probed_layouts``).
 """
 
 import math
@@ -34,16 +34,16 @@ from trak_core.gradients.graph import (
 
 
 class MixedSamplesError(UnreadableGraphError):
-    """An operation computes statistics over samples that should be independent."""
+    """An operation computes statistics, such as a mean, over samples that must be independent."""
 
 
 @dataclass(frozen=True, slots=True)
 class RuleInput:
-    """The argument of a rule: an input of an operation, and the layout of one of its outputs.
+    """The argument of a rule: an input of an operation, and an output with its layout.
 
     ``input`` and ``output`` are the shapes of these two tensors. The samples lie along the output's
-    dimension ``dim`` (-1 if they lie along several dimensions), with ``width`` consecutive indices
-    for each sample.
+    dimension ``dim``, with ``width`` consecutive indices for each sample. ``dim`` is -1 if the
+    samples lie along several dimensions.
     """
 
     node: Node
@@ -55,7 +55,10 @@ class RuleInput:
     width: int
 
     def along(self, dim: int) -> Layout | None:
-        """Return the layout for samples along input dimension ``dim``, or None if sizes differ."""
+        """Return the layout of an input in which the samples lie along dimension ``dim``.
+
+        Return None if this dimension and the output's ``self.dim`` differ in size.
+        """
         if not (0 <= dim < len(self.input) and self.input[dim] == self.output[self.dim]):
             return None
         stride = stride_at(self.input, dim, self.width, self.layout.period)
@@ -106,12 +109,12 @@ def _repeated(given: RuleInput) -> Layout | None:
 
 
 def _over_saved_dims(given: RuleInput) -> Layout | None:
-    """Rule for an operation that mixes entries along its argument ``dim`` only."""
+    """Rule for an operation, such as softmax, that mixes entries only along argument ``dim``."""
     return None if given.dim in given.saved_dims(len(given.output)) else given.along(given.dim)
 
 
 def _sliced(given: RuleInput) -> Layout | None:
-    """Rule for an operation that shortens dimensions other than that of the samples."""
+    """Rule for an operation that shortens dimensions along which no samples lie."""
     return given.along(given.dim) if len(given.input) == len(given.output) else None
 
 
@@ -157,7 +160,7 @@ def _matrix_transposed(given: RuleInput) -> Layout | None:
 
 
 def _indexed(given: RuleInput) -> Layout | None:
-    """Rule for indexing of rows. An input row belongs to the sample that owns the row's copy."""
+    """Rule for the selection of rows. A row belongs to the sample to which its copy belongs."""
     n_dims, row_numbers, index = _rows(given.input, given)
     picked = row_numbers[index]
     if given.dim >= picked.ndim:  # the samples lie along dimensions that aren't indexed
@@ -172,7 +175,11 @@ def _index_selected(given: RuleInput) -> Layout | None:
 
 
 def _of_picked(given: RuleInput, n_dims: int, picked: Tensor, owners: Tensor) -> Layout | None:
-    """Return the layout of an input, given the sample that owns the copy of each row ``picked``."""
+    """Return the layout of an input from which an operation selects rows.
+
+    ``picked`` contains the numbers of the selected rows, and ``owners`` the samples to which their
+    copies in the output belong.
+    """
     head = given.input[:n_dims]
     input_owners = torch.full((math.prod(head),), -1)
     known = owners >= 0
@@ -184,11 +191,11 @@ def _of_picked(given: RuleInput, n_dims: int, picked: Tensor, owners: Tensor) ->
 
 
 def _rows(shape: tuple[int, ...], given: RuleInput) -> tuple[int, Tensor, tuple[Any, ...]]:
-    """Return how an operation selects rows of a tensor of the given shape.
+    """Return the index by which an operation selects rows of a tensor of the given shape.
 
     Returns:
         The number of indexed dimensions, the row numbers in the shape of these dimensions, and the
-        index of the operation, which selects the rows ``row_numbers[index]``.
+        index. The operation selects the rows ``row_numbers[index]``.
     """
     dim = getattr(given.node, "_saved_dim", None)
     if dim is None:
@@ -202,7 +209,7 @@ def _rows(shape: tuple[int, ...], given: RuleInput) -> tuple[int, Tensor, tuple[
 
 
 def _written(given: RuleInput) -> Layout | None:
-    """Rule for an operation that writes or adds the rows of input 1 to indexed rows of input 0."""
+    """Rule for an operation that copies or adds input 1 to rows of input 0."""
     if given.index == 0:
         return given.layout if given.input == given.output else None
     n_dims, _, index = _rows(given.output, given)
@@ -215,7 +222,7 @@ def _written(given: RuleInput) -> Layout | None:
 
 
 def _product(given: RuleInput, left: int = 0) -> Layout | None:
-    """Rule for a product of the inputs ``left`` and ``left + 1``, plus input 0 if ``left`` is 1."""
+    """Rule for matrix products: A B or, if ``left`` is 1, C + A B, where C is input 0."""
     if given.index < left:
         return _pointwise(given)
     n = len(given.output)
@@ -258,7 +265,7 @@ def _strided(given: RuleInput) -> Layout | None:
 
 
 def _attended(given: RuleInput) -> Layout | None:
-    """Rule for attention. Inputs are queries, keys, values and, on a GPU, a bias of the logits."""
+    """Rule for attention: inputs are queries, keys, values and, on a GPU, a bias for the logits."""
     return given.along(given.dim) if given.index < 4 and given.dim in {0, 1} else None
 
 
@@ -318,15 +325,16 @@ _NAMES: dict[Rule, str] = {
 
 
 _RULES: dict[str, Rule] = {name: rule for rule, names in _NAMES.items() for name in names.split()}
-# Operations that only move entries. If their rule returns None, they are differentiated with test
-# gradients (``probed_layouts``), because samples may still be told apart.
+# Operations that only move entries. If their rule returns None, it may still be possible to tell
+# samples apart, so the operation is differentiated with test gradients (``probed_layouts``).
 _PROBED_IF_NONE = {
     *("AsStrided", "Cat", "Stack", "Slice", "Split", "SplitWithSizes", "Select", "Unbind"),
     *("Flip", "Roll", "ConstantPadNd"),
 }
-# Rules whose results depend on saved indices. Backward plans that use these rules can't be reused.
+# Rules whose results depend on indices that the operation has saved. If a backward plan uses one of
+# these rules, the plan can't be reused for another batch.
 _BY_VALUE = {_indexed, _index_selected, _written}
-# Rules that also handle samples that lie along several dimensions.
+# Rules that also apply if samples lie along several dimensions of the output.
 _BY_POSITION = {_reshaped, _pointwise, _repeated, _strided, _indexed, _written}
 
 
@@ -345,8 +353,8 @@ def input_layouts(
     layouts = [_by_rule(edge, outputs) for edge in edges]
     name = name_of(edges[0].user)
     is_unknown = name not in _RULES or (name in _PROBED_IF_NONE and None in layouts)
-    # An operation of torch that takes parameters, such as the kernel of an RNN, is differentiated
-    # once for each sample in any case. Test gradients would only cost time.
+    # If an operation of torch without a rule takes parameters, as the kernel of an RNN does, it
+    # will be differentiated once for each sample in any case. Test gradients would only cost time.
     has_parameters = any(leaf_of(edge.node) is not None for edge in edges)
     if is_unknown and (is_function(edges[0].user) or not has_parameters):
         return probed_layouts(edges, outputs), False

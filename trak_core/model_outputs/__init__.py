@@ -1,4 +1,4 @@
-"""Model outputs: the numbers f that attribution explains, with loss weights and curvatures.
+"""Model outputs: functions f of a model's result, whose values attribution explains.
 
 This file imports nothing, so that ``about_outputs`` can be imported without torch.
 """

@@ -1,8 +1,8 @@
-"""The table of model outputs that have a name, with requirements and descriptions for reports.
+"""The table of the model outputs that a config can name, with descriptions for reports.
 
-If you add a row, also add the name to the config's schema and a line to ``config/README.md``. Both
-are checked by ``tests/library/test_registries.py``. Snakemake imports this module at every start,
-which must be fast, so only ``load`` imports torch.
+If you add a model output to the table, also add its name to the config's schema, and a line to
+``config/README.md``. Both are checked by ``tests/library/test_registries.py``. Snakemake imports
+this module at every start, which must be fast. Therefore, only ``load`` imports torch.
 """
 
 import importlib
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """A description of a model output f, and the requirements of f on a study.
+    """A description of a model output f for reports, and properties that the pipeline must know.
 
     Attributes:
         name: The name of f, with an article.
@@ -25,19 +25,21 @@ class About:
         label: A word for the column ``label`` of tables. Empty if the column has no meaning.
         prediction: A word for the column ``prediction``. Empty if the column has no meaning.
         columns: A one-line explanation of the columns ``label`` and ``prediction``.
-        raises: The quantity that a positive score raises. Empty if a larger f is always better.
+        raises: A name for the quantity that training samples with positive scores raise. Empty if
+            a larger f is always better.
         better: ``larger`` if the loss is smaller for a larger f, or ``closer`` if it is smaller for
             an f closer to the label. Empty if this is unknown.
         place: The module that defines the model output, and the name in this module, such as
             ``supervised.LOSS``. Empty for a user-defined function.
         labels_are_classes: Whether the label of a sample is one of several classes.
-        counts_parts: Whether ``label`` is the number of labelled parts of a sample, such as tokens,
-            and ``prediction`` is the number of parts that are predicted correctly.
+        counts_parts: Whether the column ``label`` contains the number of a sample's labelled parts,
+            such as tokens, and ``prediction`` the number of parts that are predicted correctly.
         weight_is_probability: Whether the loss weight is a probability or a mean of probabilities.
             It is then close to 0 for confident samples.
-        weighs_by_curvature: Whether the normal matrix is weighted by the curvature by default if
-            checkpoints are from several steps of a run. False if the loss is not a function of f,
-            and for texts, whose curvatures p (1 - p) may differ by factors such as e^100.
+        weighs_by_curvature: Whether the normal matrix is by default weighted by the curvature if
+            checkpoints are from several steps of a training run. False if the loss is not a
+            function of f, and for texts, whose curvatures p (1 - p) may differ by factors such as
+            e^100.
         has_loss_noise: Whether ``ModelOutput.loss_noise`` is defined, which `label_draws` needs.
         needs_pairs: Whether f compares a sample with other samples drawn from the training data.
     """
@@ -72,7 +74,7 @@ class About:
 
     @property
     def verdicts(self) -> tuple[str, str]:
-        """Suffixes of the headings ``sides``, which state whether these scores are good or bad."""
+        """Suffixes for the headings ``sides`` that say whether positive scores are good or bad."""
         if self.better == "closer":
             return " (good where f is below the label)", " (good where f is above the label)"
         neither = "", ". Neither is good or bad by itself"
@@ -80,14 +82,14 @@ class About:
 
     @property
     def effects(self) -> tuple[str, str]:
-        """Verb phrases for what helpful and harmful training samples do to a target."""
+        """Verb phrases for the effects of helpful and of harmful training samples on a target."""
         if self.better == "closer":
             return "bring f closer to the label", "take f away from the label"
         return "push f up", "push f down"
 
     @property
     def worst_fitted(self) -> str:
-        """A phrase for the order of a list that begins with the samples that are fitted worst."""
+        """A phrase for the order of a list that starts with the samples that are fitted worst."""
         is_distance = self.better == "closer"
         return "size of loss_weight, largest first" if is_distance else "output, lowest first"
 
@@ -127,7 +129,8 @@ def _of_parts(parts: str, **fields: Any) -> About:
     )
 
 
-# For causal, masked and sequence-to-sequence models, f is the same function of the log-odds.
+# Causal, masked and sequence-to-sequence models share this description, because f is the same
+# function of the tokens' log-odds.
 _TOKENS = _of_parts(
     "tokens",
     name="the joint log-odds of the tokens that count",
@@ -211,7 +214,7 @@ def function_location(name: str) -> tuple[str, str] | None:
 
 
 def about_output(model_output: str | Mapping[str, Any]) -> About:
-    """Return the description of a config's model output, named or user-defined."""
+    """Return the description of a config's model output, which may be user-defined."""
     name = output_name(model_output)
     if name in TABLE:
         return TABLE[name]

@@ -30,7 +30,7 @@ def pair_margins(
 
 
 def drawn_pairs(n_pairs: int, n_drawn: int, seed: int) -> list[int]:
-    """Return sorted indices of ``n_drawn`` pairs, drawn without replacement, or at most all."""
+    """Return the sorted indices of ``n_drawn`` random pairs, or of all pairs if there are fewer."""
     order = torch.randperm(n_pairs, generator=torch.Generator().manual_seed(seed))
     return sorted(order[:n_drawn].tolist())
 
@@ -62,14 +62,15 @@ def read_embeddings(returned: object) -> Tensor:
 def contrast(other_images: Tensor, other_texts: Tensor, scale: float) -> ModelOutput:
     """Return the model output of image-text pairs: the sum of both results of ``pair_margins``.
 
-    The embeddings of other pairs, shape (others, d), and the scale are not differentiated.
+    The embeddings of other pairs, shape (others, d), and the scale are constants in the gradient.
     """
 
     def margins(outputs: Tensor) -> Tensor:
         return pair_margins(outputs[0], outputs[1], other_images, other_texts, scale)
 
-    # For log-odds a and b, the loss is l = log(1 + exp(-a)) + log(1 + exp(-b)), and f = a + b. If
-    # a and b change equally, the loss weight -dl/df is the mean of sigmoid(-a) and sigmoid(-b).
+    # Let a and b be the two log-odds. The loss is l = log(1 + exp(-a)) + log(1 + exp(-b)), and
+    # f = a + b. If a and b change by the same amount, the loss weight -dl/df is the mean of
+    # sigmoid(-a) and sigmoid(-b).
     return ModelOutput(
         read=read_embeddings,
         value=lambda outputs, label: margins(outputs).sum(),

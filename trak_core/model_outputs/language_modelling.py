@@ -34,7 +34,7 @@ def labelled_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _of_tokens(ahead: int, *, takes_labels: bool = False) -> ModelOutput:
-    """Return the model output of models whose logits at token t predict label t + ``ahead``."""
+    """Return the model output for models whose logits at token t predict label t + ``ahead``."""
 
     def value(logits: Tensor, labels: Tensor) -> Tensor:
         return labelled_log_odds(logits[: len(logits) - ahead], labels[ahead:])
@@ -91,11 +91,12 @@ SEQUENCE_TO_SEQUENCE = _of_tokens(0, takes_labels=True)
 
 
 def of_margins(output: ModelOutput, n_classes: Callable[[], int | None]) -> ModelOutput:
-    """Return a model output for a model that returns log-odds of labels instead of logits.
+    """Return the same model output for a model that returns log-odds of labels instead of logits.
 
-    The model must return a tensor of shape (batch, tokens, 2). For each predicted token, the tensor
-    contains the log-odds of the label, and 1 if the label is the most likely token, else 0. After
-    the model has been called, ``n_classes`` must return the size of the vocabulary.
+    The logits of a text may need too much memory. The model must return a tensor of shape
+    (batch, tokens, 2). For each predicted token, it contains the log-odds of the label, and 1 if
+    the label is the most likely token, else 0. After the model has been called, ``n_classes`` must
+    return the size of the vocabulary.
     """
     ahead = int(output.predicts_next)
 

@@ -17,7 +17,7 @@ IGNORED = -100
 
 
 def _mean_number(label: Tensor) -> Tensor:
-    """Return a label that is one number, or the mean of a label's numbers that are not NaN."""
+    """Return a label's number or, if it has several, the mean of those that are not NaN."""
     if label.numel() != 1:
         return label.float().nanmean().nan_to_num()
     number = label.reshape(())
@@ -78,7 +78,7 @@ def _has_rows(leaf: object) -> TypeGuard[Tensor]:
 
 
 def rows_in(returned: Any, n_samples: int) -> list[Tensor]:
-    """Return all tensors that have dimensions. Raise an error unless each has a row per sample."""
+    """Return all tensors with dimensions, each of which must have one row for each sample."""
     rows = [leaf for leaf in pytree.tree_leaves(returned) if _has_rows(leaf)]
     lengths = [len(leaf) for leaf in rows if len(leaf) != n_samples]
     if lengths or not rows:
@@ -97,14 +97,15 @@ def of_sample(returned: Any, i: int, n_samples: int) -> Any:
     def row(leaf: Any) -> Any:
         if not _has_rows(leaf):
             return leaf
-        # Unlike indexing, squeeze needs no copy in the backward pass, which is large for logits.
+        # Unlike indexing, squeeze makes no copy in the backward pass. For logits, it would be
+        # large.
         return leaf.squeeze(0) if n_samples == 1 else leaf[i]
 
     return row(returned) if isinstance(returned, Tensor) else pytree.tree_map(row, returned)
 
 
 def over_samples(function: Callable[..., Any], returned: Any, labels: Tensor) -> Any:
-    """Return the results for all samples of a function of one sample's tensors and label."""
+    """Apply a function of one sample's tensors and label to all samples. Return the results."""
     n_samples = len(labels)
     rows_in(returned, n_samples)
     if isinstance(returned, Tensor):
@@ -124,13 +125,16 @@ def random_output(symptom: str) -> InputError:
 
 
 def detached(returned: Any) -> Any:
-    """Return a model's return value with tensors that are detached from the autograd graph."""
+    """Return a model's return value with all tensors detached from autograd's graph."""
     return pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, returned)
 
 
 @dataclass(frozen=True, slots=True)
 class OfValue:
-    """A function of the model output f alone: ``function(f)``, where f is ``value``."""
+    """A function of the model output f alone, such as a loss weight 1 - p.
+
+    If f is already known, ``function(f)`` can be called without computing f by ``value`` again.
+    """
 
     value: Callable[[Tensor, Tensor], Tensor]
     function: Callable[[Tensor], Tensor]
@@ -164,7 +168,7 @@ def read_logits(returned: object) -> Tensor:
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
-    """Return the tensor in float32 or float64, because lower precision is bad for log-odds."""
+    """Return the tensor in float32 or float64, because log-odds need this precision."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
@@ -194,7 +198,7 @@ def own_output(made: object, name: str) -> ModelOutput:
         prediction=(
             prediction and _checked(prediction, f"the prediction of {name}", keeps_integers=True)
         ),
-        # Logits must not be computed in pieces, because this replaces f by the joint log-odds.
+        # Computing logits in pieces would replace the user's f by the joint log-odds of the tokens.
         joins_tokens=False,
     )
 
@@ -207,7 +211,7 @@ def _of_function(function: Callable[..., Any], name: str) -> ModelOutput:
     parameters = [] if signature is None else [*signature.parameters.values()]
     by_keyword = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD
     given = [p for p in parameters if p.default is p.empty and p.kind not in by_keyword]
-    # From an optional argument `label`, it is unclear whether samples have labels.
+    # If an argument `label` is optional, it is unclear whether samples have labels.
     is_clear = all(p.name != "label" or p in given for p in parameters)
     if is_clear and (any(p.kind is p.VAR_POSITIONAL for p in given) or len(given) == 2):
         return ModelOutput(value=function)
@@ -224,9 +228,10 @@ def _of_function(function: Callable[..., Any], name: str) -> ModelOutput:
 def _checked(
     function: Callable[[Any, Tensor], Tensor], name: str, *, keeps_integers: bool = False
 ) -> Callable[[Any, Tensor], Tensor]:
-    """Return a function that also explains errors and checks that the result is one number.
+    """Return a function that explains errors of ``function``, and checks its result.
 
-    The result is converted to float32 or float64, or integers to int64 if ``keeps_integers``.
+    The result must be one number. It is converted to float32 or float64. If ``keeps_integers``,
+    integers are converted to int64 instead.
     """
 
     def number(returned: Any, label: Tensor) -> Tensor:

@@ -9,9 +9,10 @@ from torch.nn.functional import softplus
 from trak_core.errors import InputError
 from trak_core.model_outputs.model_output import IGNORED, ModelOutput, at_least_float32, read_logits
 
-# Above this margin, log(log(1 + e)) with e = exp(-margin) is computed with a power series.
+# Above this margin, log(log(1 + e)) with e = exp(-margin) is computed by a power series, because e
+# may underflow.
 _CONFIDENT = 15.0
-# Below this loss, log(exp(loss) - 1) is computed with a power series.
+# Below this loss, log(exp(loss) - 1) is computed by a power series, because the loss may underflow.
 _FITTED = 1e-3
 
 
@@ -72,7 +73,8 @@ def _log_loss_of_token(margins: Tensor) -> Tensor:
     confident = margins > _CONFIDENT
     e = torch.exp(-torch.where(confident, margins, _CONFIDENT))
     series = -margins - e / 2 + 5 * e**2 / 24
-    # Where a branch is not used, it gets harmless values, because its gradient could be NaN.
+    # Each branch gets harmless values where ``where`` selects the other branch. Otherwise, the
+    # unused branch's gradient could be NaN, and so would be the gradient of the result.
     plain = torch.log(softplus(-torch.where(confident, _CONFIDENT, margins)))
     return torch.where(confident, series, plain)
 
@@ -108,8 +110,8 @@ def mean_counted(numbers: Tensor, counted: Tensor) -> Tensor:
 def mean_loss_weight(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the mean of 1 - p over labels that are not ``IGNORED``, for label probabilities p.
 
-    This is -dl/df if all log-odds change equally, where f is the sum or mean of the log-odds, and l
-    the sum or mean of the cross entropies.
+    Let f be the sum or mean of the log-odds, and l the sum or mean of the cross entropies. If all
+    log-odds change by the same amount, the result is -dl/df.
     """
     margins, counted = counted_margins(logits, labels)
     return mean_counted(torch.sigmoid(-margins), counted)
@@ -146,7 +148,7 @@ SEGMENTATION = ModelOutput(
 
 
 def _margins(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log-odds of the value, 0 or 1, of each label, and a mask of labels that count."""
+    """Return the log-odds of each label's value (0 or 1), and a mask of labels that count."""
     if logits.shape != labels.shape:
         raise InputError(
             "The model output multi_label needs one logit for each label. Found logits of shape "
