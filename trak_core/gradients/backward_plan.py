@@ -39,7 +39,7 @@ _CUTS = {"Split", "SplitWithSizes", "Unbind"}
 
 
 def keeps_order(node: Node) -> bool:
-    """Return whether an operation of ``MOVES`` keeps a tensor's entries in row-major order."""
+    """Return whether an operation in ``MOVES``, such as a view, keeps the row-major order."""
     return name_of(node) not in _TURNS or len(shape_of(node, 0)) < 2
 
 
@@ -52,15 +52,15 @@ def _transposes(node: Node) -> bool:
 class Region:
     """A set of connected tensors that all samples share, such as a weight and its transpose.
 
-    In a backward pass, gradients enter the region at *crossings*: edges from operations whose
-    output entries each belong to one sample to tensors of the region.
+    In a backward pass, gradients enter the region at *crossings*. A crossing is an edge from an
+    operation, whose output entries each belong to one sample, to a tensor of the region.
     """
 
     n_crossings: int = 0  # number of crossings that lead into the region
     parameters: list[int] = field(default_factory=list)  # indices of the region's parameters
     # Whether the region has one parameter, and each crossing leads to this whole parameter,
-    # possibly transposed or reshaped. The parameter's gradients are then the sum of the gradients
-    # at the crossings, transposed or reshaped. They need no backward pass through the region.
+    # possibly transposed or reshaped. Then no backward pass through the region is needed: the
+    # parameter's gradients are the sum of the gradients at the crossings, transposed or reshaped.
     is_direct: bool = True
     # Whether the region has one parameter, and no two crossings lead to the same entry of this
     # parameter. The inner product of two samples' gradients is then the sum of the inner products
@@ -156,13 +156,13 @@ def _layouts(
 ) -> tuple[dict[Node, dict[int, Layout]], bool]:
     """Return the layouts of all operations' outputs whose entries each belong to one sample.
 
-    The second result is True if the graph alone determines the layouts. It is False if they also
-    depend on values that operations have saved, such as indices.
+    A layout states which entry belongs to which sample. The second result is True if the graph
+    alone determines the layouts, and False if they also depend on values that operations have
+    saved, such as indices.
     """
     shared, is_one_sample = set(graph.parameters), layout.n_samples == 1
     # If the batch has only one sample, all entries of all tensors belong to this sample. Parameters
-    # and their views are nevertheless treated as shared, because only shared tensors have
-    # crossings.
+    # and their views are nevertheless treated as shared, so that crossings lead to them.
     if is_one_sample:
         for node in reversed(graph.order):
             if name_of(node) in MOVES and {edge.node for edge in graph.edges[node]} <= shared:
@@ -192,10 +192,7 @@ def _layouts(
 
 
 def _regions(inside: list[Edge], crossings: list[Edge], graph: Graph) -> dict[Node, Region]:
-    """Return the region of each shared node, by union-find over ``inside``.
-
-    ``inside`` are the edges between shared nodes.
-    """
+    """Return the region of each shared node. ``inside`` are the edges between shared nodes."""
     parent: dict[Node, Node] = {}
 
     def head(node: Node) -> Node:

@@ -37,8 +37,7 @@ class SampleMemory:
     """The memory, in bytes, that computing the per-sample gradients of a batch needs."""
 
     # Peak memory for one sample: the tensors that the forward pass saves, the tensors of the
-    # backward pass, and the stored gradients with respect to tensors that are computed from
-    # parameters.
+    # backward pass, and stored gradients with respect to tensors that depend on parameters alone.
     activation_bytes: int
     gradient_bytes: int  # size of the gradient of one sample
     shared_bytes: int = 0  # memory that is needed once, for any number of samples
@@ -73,9 +72,9 @@ def sample_memory(
 
     The function runs a forward pass for a batch of ``n_copies`` copies of the sample, and counts
     the bytes that autograd saves. If an operation mixes samples, per-sample gradients with respect
-    to its inputs must be stored. A batch needs two copies to include these gradients in the
-    estimate. ``blocks`` are the model's blocks, if any, whose activations are recomputed in the
-    backward pass.
+    to its inputs must be stored. The estimate includes these gradients only if the batch contains
+    at least two copies. ``blocks`` are the model's blocks, if any, whose activations are recomputed
+    in the backward pass.
 
     Raises:
         TooMuchMemoryError: If the activations of one sample need more than ``most_bytes``. When

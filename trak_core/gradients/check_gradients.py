@@ -37,7 +37,7 @@ _LABEL_SHAPES = (
     "one token for each position",
     "one class for each pixel",
 )
-# A step of a forward pass: the name of a module, and the tensors that it gets or returns.
+# A step of a forward pass: the name of a module, and the module's input or output tensors.
 _Step = tuple[str, list[Tensor]]
 # If the user's model raises one of these errors for a single sample, the error is quoted in the
 # message of an ``InputError``.

@@ -37,9 +37,8 @@ from trak_core.runtime.progress import print_line
 # than ``gradients_in_turn`` (factors of gradients), because the gradients fit into the CPU's
 # caches. The measurements are in RESULTS.md, "Ways to gradients".
 _LEAST_PARAMETERS = 8_000_000
-# If the results of two methods differ because of rounding, the difference in float64 is smaller
-# than in float32 by about the ratio of the machine epsilons. The true ratio may be smaller by this
-# factor.
+# If two methods differ because of rounding, the difference in float64 is smaller than in float32 by
+# about the ratio of the machine epsilons. The ratio of differences may be smaller by this factor.
 _SLACK = 10
 
 _Arguments = tuple[nn.Module, dict[str, nn.Parameter], ModelOutput, Batch]
@@ -53,7 +52,7 @@ def gradient_method(
     *,
     reads_terms: bool = False,
 ) -> GradientMethod:
-    """Return the method that ``choose_method`` chooses, and print the notice that it returns."""
+    """Return the method that ``choose_method`` chooses, and print the notice for the user."""
     method, notice = choose_method(model, parameters, output, samples, reads_terms=reads_terms)
     if notice is not None:
         print_line(f"Notice: {notice}")

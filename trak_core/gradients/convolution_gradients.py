@@ -40,7 +40,7 @@ class Patches(Contribution):
     for output channel o, input channel c and kernel position k. Autograd's formula also sums over
     the samples i. Patches overlap, so copies of all patches would take much more memory than x.
     Therefore, patches are copied for some channels c at a time, or the formula is computed for one
-    position k at a time, for which the values of x need no copies.
+    position k at a time, which needs no copies.
 
     ``gradients`` is delta for C outputs of B samples with V images each, shape
     (C, B, V, outputs, *output size).

@@ -169,8 +169,8 @@ def refuse_hooks(model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
     if hooked:
         raise InputError(
             "Parameters and modules must have no backward hooks, because torch.vmap doesn't call "
-            f"them. Found hooks on {listed(hooked)}. Differentiate one sample at a time, or remove "
-            "the hooks.",
+            f"them. Found hooks on {listed(hooked)}. Remove the hooks, or compute the gradient of "
+            "one sample at a time.",
             code="gradients.hooks",
         )
 
@@ -184,7 +184,7 @@ def n_params(parameters: dict[str, nn.Parameter]) -> int:
 def plain_layers() -> Generator[None, None, None]:
     """Run without some features of torch that change gradients or hide the graph.
 
-    These features don't affect the model's output:
+    The model returns the same output without these features:
 
     - Embeddings get dense gradients, and ``scale_grad_by_freq`` is ignored. It would scale a
       sample's gradient by the number of times that an index occurs in the batch.

@@ -57,12 +57,12 @@ class Use(NamedTuple):
         return shape_of(self.edge.node, self.edge.number)
 
     def by_sample(self, tensor: Tensor, dim: int, lead: int) -> Tensor:
-        """Return ``tensor`` with a new dimension for the B samples.
+        """Return ``tensor`` with a separate dimension for the B samples.
 
-        The first ``lead`` dimensions of the tensor are arbitrary. The samples lie along dimension
-        ``dim`` of the other dimensions. The new dimension, of size B, follows the first ``lead``
-        dimensions. Dimension ``dim`` of the others then has only the indices of one sample. If
-        samples have different numbers of indices, they are padded with zeros.
+        In ``tensor``, the samples lie along dimension ``dim``, counted after ``lead`` leading
+        dimensions. In the result, a new dimension of size B follows the leading dimensions, and
+        dimension ``dim`` contains only the indices of one sample. If samples have different numbers
+        of indices, they are padded with zeros.
         """
         if self.layout.n_samples == 1:
             return tensor.unsqueeze(lead)

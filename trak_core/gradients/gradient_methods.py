@@ -138,8 +138,7 @@ def gradients_at_once(
     try:
         with suppress(GraphNeededError):
             return one_pass(keep_graph=False)
-        # After the ``with`` block, the GraphNeededError no longer keeps tensors of the first pass
-        # in memory.
+        # After the ``with`` block, GraphNeededError no longer keeps the first pass's tensors alive.
         return one_pass(keep_graph=True)
     except UnreadableGraphError as error:  # raised before the consumer gets gradients
         if must:
@@ -206,8 +205,8 @@ def gradients_one_by_one(
     """Compute the gradients of each sample's model output f by ``torch.autograd.grad``.
 
     The results equal those of ``gradients_at_once`` up to rounding. This method works for every
-    model, and calls users' backward hooks. For a large model, there are several backward passes
-    for each sample, one for each group of parameters, to save memory.
+    model, and calls users' backward hooks. To save memory, the gradient of a large model is
+    computed by several backward passes, one for each group of parameters.
 
     Returns:
         The tensors of ``PerSample.columns``, shape (batch,) each, on the batch's device.

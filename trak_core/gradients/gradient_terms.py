@@ -2,7 +2,7 @@
 
 A batch has B samples with C outputs each (C = 1 for the gradients of a model output f). A
 ``Contribution`` represents the gradients of all outputs with respect to one use of a tensor. These
-gradients are a matrix G of shape (C B, entries). It has a row for each output c of each sample b,
+gradients are a matrix G of shape (C B, entries), with a row for each output c of each sample b,
 ordered by c, then b. If a parameter is used several times, its gradients are the sum of several
 contributions.
 
@@ -52,9 +52,8 @@ class Contribution(ABC):
     """
 
     gradients: Tensor  # with respect to the operation's output, shape (C, B, ...)
-    # Whether the operation gets only some of a text's tokens, like an expert in a mixture of
-    # experts. Tokens are then numbered 0, 1, .... Otherwise, a token's number is its position in
-    # the text.
+    # Whether the operation gets only some tokens of a text, as in a mixture of experts. Tokens are
+    # then numbered 0, 1, .... Otherwise, a token's number is its position in the text.
     has_ranks: bool = field(default=False, kw_only=True)
 
     @property
@@ -147,10 +146,10 @@ class Outer(Contribution):
 
     where t runs over T tokens. ``gradients`` is delta, shape (C, B, T, q). Inner products are
 
-        <G_cb, G_c'b'> = sum_{t, t'} <x_bt, x_b't'> <delta_cbt, delta_c'b't'>,
+        <G_cb, G_c'b'> = sum_{t, t'} <x_bt, x_b't'> <delta_cbt, delta_c'b't'>.
 
-    which doesn't need the p x q numbers of G_cb. ``add_to`` uses this formula or forms gradients,
-    whichever is cheaper.
+    This formula doesn't need the p x q numbers of G_cb. ``add_to`` uses the formula or computes the
+    gradients, whichever costs less.
     """
 
     inputs: Tensor  # x, shape (B, T, p)
@@ -215,8 +214,8 @@ class Lookup(Contribution):
     """Gradients of an embedding table, stored as the gradients of the vectors that were looked up.
 
     The gradient of the table's row v is sum_{t with index v} delta_t. ``gradients`` is delta, shape
-    (C, B, T, q), for T lookups of each sample. Like ``torch.nn.Embedding(sparse=True)``, this needs
-    no memory for rows without a lookup.
+    (C, B, T, q), for T lookups of each sample. Like ``torch.nn.Embedding(sparse=True)``, this class
+    needs no memory for rows without a lookup.
     """
 
     indices: Tensor  # shape (B, T)
@@ -284,7 +283,7 @@ class Consumer(ABC):
         """
 
     def finish(self) -> None:
-        """Process the gradients that ``take`` has only buffered. By default, it buffers none."""
+        """Process gradients that ``take`` has buffered. By default, nothing is buffered."""
         return
 
     def for_samples(self, samples: slice) -> Self:

@@ -300,11 +300,11 @@ def cyclic(layout: Layout | None) -> Layout | None:
 
 
 def completed(layout: Layout) -> Layout:
-    """Return a layout without ``owners`` that assigns some entries to samples as ``layout`` does.
+    """Return a layout without ``owners`` by assigning entries that belong to no sample to samples.
 
-    Only entries that belong to a sample must agree. All other entries have gradient zero, so they
-    may be assigned to any sample, but this may contradict the layout that another operation implies
-    for the same tensor. If no such layout exists, ``layout`` itself is returned.
+    These entries have gradient zero, so they may be assigned to any sample. The result may
+    contradict the layout that another operation implies for the same tensor. If no assignment gives
+    a layout without ``owners``, ``layout`` itself is returned.
     """
     if layout.owners is None:
         return layout

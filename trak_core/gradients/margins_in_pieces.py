@@ -65,7 +65,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Inputs and labels of the last layer for the tokens of all texts, one text after another."""
+    """The tokens of all texts, one text after another, with the last layer's inputs and labels."""
 
     hidden: Tensor  # the layer's inputs h, shape (tokens, d)
     labels: Tensor  # classes, shape (tokens,)
@@ -133,9 +133,10 @@ class MarginsInPieces(torch.autograd.Function):
 
 
 class HeadOfMargins(torch.autograd.Function):
-    """The constant 0, with the margins' derivatives with respect to the layer's parameters.
+    """A function with value 0 and the margins' derivatives with respect to the layer's parameters.
 
-    Added to the margins of ``MarginsInPieces``, it contributes only these derivatives.
+    ``MarginsInPieces`` treats the parameters as constants. When this function is added to the
+    margins, they get the missing derivatives.
     """
 
     @staticmethod
@@ -155,8 +156,7 @@ class HeadOfMargins(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, gradients: Tensor
     ) -> tuple[Tensor | None, ...]:
-        # Autograd needs gradients that are summed over texts, so all texts are treated as one
-        # sample.
+        # Autograd needs sums of gradients over texts, so all texts are treated as one sample.
         factors, weight = head_factors(ctx, gradients.reshape(1, 1, -1)), None
         if ctx.needs_input_grad[0]:
             weight = torch.empty_like(ctx.head.weight)

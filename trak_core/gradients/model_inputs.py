@@ -68,7 +68,7 @@ class Batch:
     def with_inputs(
         self, inputs: Mapping[str, Tensor], labels: Tensor, lengths: Tensor | None
     ) -> "Batch":
-        """Return a batch with other inputs, which are in the order of ``tensors``, and labels."""
+        """Return a batch with new labels and new inputs, which are in the order of ``tensors``."""
         tensors = list(inputs.values())
         n_args = len(self.args)
         kwargs = dict(zip(self.kwargs, tensors[n_args:], strict=True))
@@ -76,7 +76,7 @@ class Batch:
         return replace(self, args=args, kwargs=kwargs, labels=labels, lengths=lengths)
 
     def given_to(self, model: nn.Module) -> object:
-        """Return the model's result for copies of the inputs, because the model may modify them."""
+        """Return the model's result. The model gets copies of the inputs, which it may modify."""
         named = {**self.kwargs, "labels": self.labels} if self.gives_labels else self.kwargs
         kwargs = {name: tensor.clone() for name, tensor in named.items()}
         returned = model(*(tensor.clone() for tensor in self.args), **kwargs)
@@ -320,10 +320,10 @@ _INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib"
 def naming_sample(
     model: nn.Module, batch: Batch, ids: Sequence[object]
 ) -> Generator[None, None, None]:
-    """If code in this context fails, raise an error that names the sample that caused it.
+    """If code in this context fails because of a sample, raise an error that names the sample.
 
-    After an error that a wrong input may cause, the model is called with one sample at a time. If
-    no call fails, the original error is raised.
+    The sample is found by calling the model with one sample at a time. If no call fails, the
+    original error is raised.
     """
     try:
         yield

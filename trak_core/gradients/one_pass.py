@@ -2,8 +2,8 @@
 
 ``by_samples`` runs one ordinary backward pass of sum_i f_i, where f_i is the output of sample i.
 Hooks on nodes of autograd's graph read the gradients with respect to the outputs of operations that
-use parameters (``backward_plan.py`` finds these operations). From them and the operations' inputs,
-the module computes each parameter's per-sample gradients, and passes them to a consumer.
+use parameters (``backward_plan.py`` finds these operations). From these gradients and from the
+operations' inputs, each parameter's per-sample gradients are computed and passed to a consumer.
 ``by_rows`` is for outputs whose samples can't be told apart. It computes all rows of the Jacobian
 together, by a vmapped vector-Jacobian product.
 
@@ -178,7 +178,7 @@ class _SeenThroughVmap(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Save nothing, because there is no second derivative."""
+        """Save nothing, because no second derivatives are computed."""
 
     @staticmethod
     def vmap(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -355,7 +355,10 @@ class _Pass:
         self.sums: dict[Region, dict[tuple[Node, int], Tensor]] = defaultdict(dict)
 
     def visit(self, node: Node, gradients: dict[int, Tensor]) -> None:
-        """Process the gradients of a node's outputs, shape (C, *shape), by output number."""
+        """Compute gradients at a node's crossings, given the gradients of the node's outputs.
+
+        ``gradients`` contains the gradients of each output, shape (C, *shape), by output number.
+        """
         layouts, waiting, crossings = self.plan.layouts[node], [], self.plan.crossings[node]
         forms = closed_forms([edge for edge, _ in crossings], gradients, layouts)
         for (edge, region), contribution in zip(crossings, forms, strict=True):
@@ -415,7 +418,7 @@ class _Pass:
 
 
 def _to_parameter(contribution: Contribution, edge: Edge) -> Contribution:
-    """Return a parameter's gradients, given those of a reshaped or transposed view."""
+    """Return a parameter's gradients, given those of its reshaped or transposed view."""
     node = edge.node
     while leaf_of(node) is None:
         if not keeps_order(node):

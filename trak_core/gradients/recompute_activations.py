@@ -54,8 +54,7 @@ class Recomputation:
         # and the largest number of bytes that one call of a block frees.
         self._kept: dict[int, int] = {}
         self._largest_freed = 0
-        # The classes of blocks that can't be called twice, so that all saved tensors stay in
-        # memory.
+        # Names of the classes of blocks that keep all saved tensors, as they can't be called twice.
         self.not_recomputed: set[str] = set()
 
     def start(self) -> None:

@@ -1,9 +1,9 @@
 """Rules that derive the layout of an operation's input from the layout of its output.
 
 A layout assigns the entries of a tensor to samples (``graph.py``). A rule returns the layout of an
-input if no output entry of one sample depends on input entries of another. Otherwise, it returns
-None, which means that samples share the input. Operations without a rule are differentiated with
-test gradients (``graph.probed_layouts``).
+input if no output entry of one sample depends on input entries of another sample. Otherwise, the
+rule returns None, which means that samples share the input. Operations without a rule are
+differentiated with test gradients (``graph.probed_layouts``).
 """
 
 import math
@@ -109,7 +109,7 @@ def _repeated(given: RuleInput) -> Layout | None:
 
 
 def _over_saved_dims(given: RuleInput) -> Layout | None:
-    """Rule for an operation, such as softmax, that mixes entries only along argument ``dim``."""
+    """Rule for an operation, such as softmax, that mixes entries only along dimension ``dim``."""
     return None if given.dim in given.saved_dims(len(given.output)) else given.along(given.dim)
 
 
@@ -125,7 +125,7 @@ def _padded(given: RuleInput) -> Layout | None:
 
 
 def _reduced(given: RuleInput) -> Layout | None:
-    """Rule for an operation, such as a sum, that reduces over its argument ``dim``."""
+    """Rule for an operation, such as a sum, that reduces over the dimensions ``dim``."""
     gone = given.saved_dims(len(given.input))
     if getattr(given.node, "_saved_keepdim", False):
         return None if given.dim in gone else given.along(given.dim)
@@ -209,7 +209,7 @@ def _rows(shape: tuple[int, ...], given: RuleInput) -> tuple[int, Tensor, tuple[
 
 
 def _written(given: RuleInput) -> Layout | None:
-    """Rule for an operation that copies or adds input 1 to rows of input 0."""
+    """Rule for an operation that writes input 1 into rows of input 0, or adds it to these rows."""
     if given.index == 0:
         return given.layout if given.input == given.output else None
     n_dims, _, index = _rows(given.output, given)
@@ -345,8 +345,8 @@ def input_layouts(
 
     The first result contains a layout for each edge, or None if samples share the input. The second
     result is False if the layouts depend on saved values, and True if all graphs with an equal
-    ``signature`` have these layouts. There must be several samples. A ``MixedSamplesError`` is
-    raised if the operation computes statistics over samples.
+    ``signature`` have these layouts. The batch must have several samples. A ``MixedSamplesError``
+    is raised if the operation computes statistics over samples.
     """
     if not edges:
         return [], True

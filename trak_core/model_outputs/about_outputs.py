@@ -37,9 +37,8 @@ class About:
         weight_is_probability: Whether the loss weight is a probability or a mean of probabilities.
             It is then close to 0 for confident samples.
         weighs_by_curvature: Whether the normal matrix is by default weighted by the curvature if
-            checkpoints are from several steps of a training run. False if the loss is not a
-            function of f, and for texts, whose curvatures p (1 - p) may differ by factors such as
-            e^100.
+            checkpoints are from several steps of a run. False if the loss is not a function of f,
+            and for texts, whose curvatures p (1 - p) may differ by factors such as e^100.
         has_loss_noise: Whether ``ModelOutput.loss_noise`` is defined, which `label_draws` needs.
         needs_pairs: Whether f compares a sample with other samples drawn from the training data.
     """
@@ -74,7 +73,7 @@ class About:
 
     @property
     def verdicts(self) -> tuple[str, str]:
-        """Suffixes for the headings ``sides`` that say whether positive scores are good or bad."""
+        """Suffixes for the two headings ``sides``, which say whether such scores are good or bad."""
         if self.better == "closer":
             return " (good where f is below the label)", " (good where f is above the label)"
         neither = "", ". Neither is good or bad by itself"
@@ -89,7 +88,7 @@ class About:
 
     @property
     def worst_fitted(self) -> str:
-        """A phrase for the order of a list that starts with the samples that are fitted worst."""
+        """A phrase for the order in which the samples that the model fits worst come first."""
         is_distance = self.better == "closer"
         return "size of loss_weight, largest first" if is_distance else "output, lowest first"
 

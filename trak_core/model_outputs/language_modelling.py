@@ -93,8 +93,8 @@ SEQUENCE_TO_SEQUENCE = _of_tokens(0, takes_labels=True)
 def of_margins(output: ModelOutput, n_classes: Callable[[], int | None]) -> ModelOutput:
     """Return the same model output for a model that returns log-odds of labels instead of logits.
 
-    The logits of a text may need too much memory. The model must return a tensor of shape
-    (batch, tokens, 2). For each predicted token, it contains the log-odds of the label, and 1 if
+    Such a model need not store all logits of a text. It must return a tensor of shape (batch,
+    tokens, 2). For each predicted token, the tensor contains the log-odds of the label, and 1 if
     the label is the most likely token, else 0. After the model has been called, ``n_classes`` must
     return the size of the vocabulary.
     """

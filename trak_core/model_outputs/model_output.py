@@ -97,8 +97,7 @@ def of_sample(returned: Any, i: int, n_samples: int) -> Any:
     def row(leaf: Any) -> Any:
         if not _has_rows(leaf):
             return leaf
-        # Unlike indexing, squeeze makes no copy in the backward pass. For logits, it would be
-        # large.
+        # In the backward pass, squeeze makes no copy of the gradient, which is large for logits.
         return leaf.squeeze(0) if n_samples == 1 else leaf[i]
 
     return row(returned) if isinstance(returned, Tensor) else pytree.tree_map(row, returned)
@@ -228,9 +227,9 @@ def _of_function(function: Callable[..., Any], name: str) -> ModelOutput:
 def _checked(
     function: Callable[[Any, Tensor], Tensor], name: str, *, keeps_integers: bool = False
 ) -> Callable[[Any, Tensor], Tensor]:
-    """Return a function that explains errors of ``function``, and checks its result.
+    """Return a function that calls ``function``, explains errors, and checks the result.
 
-    The result must be one number. It is converted to float32 or float64. If ``keeps_integers``,
+    The result must be one number, which is converted to float32 or float64. If ``keeps_integers``,
     integers are converted to int64 instead.
     """
 

@@ -200,7 +200,7 @@ def _value(outputs: Tensor, _: Tensor | None = None) -> Tensor:
 
 
 def _sign(outputs: Tensor, _: Tensor, uniform: Tensor) -> Tensor:
-    """Return 1 or -1 with equal probability, in the shape of the outputs."""
+    """Return 1 or -1 with equal probability, so that the mean is 0 and the mean square is 1."""
     signs = torch.where(uniform < 0.5, -1.0, 1.0).reshape(outputs.shape)
     return signs.to(at_least_float32(outputs).dtype)
 
