@@ -76,16 +76,16 @@ class Plan:
     belong to one sample, to an input that all samples share, such as a weight.
     """
 
-    # For each operation with crossings: the layout of each output that the model uses, by output
+    # For each operation with an input that all samples share: the layout of each output, by output
     # number. The layout states which entries of the output belong to which sample.
     layouts: dict[Node, dict[int, Layout]]
-    # For each operation with crossings: each crossing, and the region to which it leads.
+    # For each of these operations: the edges to its shared inputs, and the regions of the inputs.
     crossings: dict[Node, list[tuple[Edge, Region]]]
     regions: list[Region]
-    # Operations with crossings at which the backward pass doesn't end, because it must reach other
-    # operations with crossings. Hooks read the output gradients of these ``inner`` operations.
+    # Those of these operations at which the backward pass doesn't end, because it must also reach
+    # others. Hooks read the gradients of their outputs.
     inner: list[Node]
-    last: list[Node]  # operations with crossings at which the backward pass ends
+    last: list[Node]  # those of these operations at which the backward pass ends
     parameters: Sequence[Tensor]  # those for which gradients are computed
     # Whether the plan can be reused for every graph with the same ``signature``. If not, the plan
     # also depends on values that operations have saved, such as the indices of a gather.

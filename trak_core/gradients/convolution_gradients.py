@@ -24,7 +24,6 @@ _CHANNELS_BY_POSITION = 8
 # With at least this number of input channels, torch's functions ``_WEIGHT_GRADIENTS`` take less
 # time than matrix products with image patches.
 _CHANNELS_BY_TORCH = 4
-# torch's functions for the gradient of a convolution's weight, in 1, 2 and 3 dimensions.
 _WEIGHT_GRADIENTS: list[Callable[..., Tensor]] = [conv1d_weight, conv2d_weight, conv3d_weight]
 
 
@@ -109,7 +108,7 @@ class Patches(Contribution):
         return grouped.reshape(n_samples, -1)
 
     def _gradients_of(self, group: int) -> Tensor:
-        """Return delta of one group of channels, shape (C, B, outputs / groups, V x pixels)."""
+        """Return a group's output gradients, shape (C, B, outputs / groups, V x pixels)."""
         n = self.gradients.shape[3] // self.groups
         part = self.gradients[:, :, :, group * n : (group + 1) * n].flatten(4)
         return part.transpose(2, 3).flatten(3)

@@ -88,7 +88,7 @@ class Use(NamedTuple):
 
 
 def indices_of_samples(owners: Tensor, n_samples: int) -> Tensor:
-    """Return a matrix whose row i contains the indices of i in ``owners``, padded with -1."""
+    """Return a matrix whose row i contains the indices at which ``owners`` is i, then -1."""
     order = torch.argsort(owners, stable=True)
     order = order[owners[order] >= 0]
     counts = torch.bincount(owners[order], minlength=n_samples)
@@ -109,9 +109,9 @@ def closed_forms(
     """Yield the per-sample gradients with respect to inputs of an operation.
 
     ``edges`` lead from the operation to inputs that samples share. For each edge, the result is
-    None if no formula applies. ``gradients`` and ``layouts`` are dicts by the number of the
-    operation's output. They contain the gradients with respect to the output, shape (C, *shape),
-    and the output's layout. The formulas hold for real numbers only.
+    None if no formula applies. ``gradients`` and ``layouts`` map the number of each output of the
+    operation to the gradients with respect to this output, shape (C, *shape), and to the output's
+    layout. The formulas hold for real numbers only.
     """
     user, formula, position = edges[0].user, _FORMULAS.get(name_of(edges[0].user)), None
     if formula and gradients.keys() == {0} and not gradients[0].is_complex():
@@ -182,7 +182,7 @@ def _matrix_product(use: Use) -> Contribution | None:
 
 
 def _grouped_product(use: Use) -> Contribution | None:
-    """Return the gradients of W, a weight W_g for each expert: Y[rows of g] = X[rows of g] W_g."""
+    """Return the gradients of the weights W_g of experts g: Y[rows of g] = X[rows of g] W_g."""
     # dW_{g,i} = sum_t x_t delta_t^T, where t runs over the rows of expert g and sample i.
     inputs = use.saved("self")
     if use.edge.index != 1 or inputs.ndim != 2 or not use.is_along(0):

@@ -160,11 +160,14 @@ def gradients_in_turn(
     *,
     must: bool = False,
 ) -> list[Tensor]:
-    """Return the joined results of calls of ``gradients_at_once`` for one sample after another.
+    """Compute the gradients as ``gradients_at_once`` does, but for one sample after another.
 
     This also works for models in which an operation mixes samples, because a batch of one sample
-    contains no samples to mix. Unlike ``gradients_one_by_one``, this function passes gradients to
+    contains no other samples. Unlike ``gradients_one_by_one``, this function passes gradients to
     the consumer as factors, which need less memory.
+
+    Returns:
+        The tensors of ``PerSample.columns``, shape (batch,) each, on the batch's device.
     """
     batch = as_batch(samples, output)
     columns = [

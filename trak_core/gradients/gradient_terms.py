@@ -304,7 +304,7 @@ class Consumer(ABC):
         return other
 
     def add(self, other: Self) -> None:
-        """Add the totals of a consumer that ``empty`` returned."""
+        """Add the totals of ``other``, which ``empty`` has returned, to those of this consumer."""
         other.finish()
         for total, more in zip(self.totals, other.totals, strict=True):
             total += more

@@ -300,11 +300,11 @@ def cyclic(layout: Layout | None) -> Layout | None:
 
 
 def completed(layout: Layout) -> Layout:
-    """Return a layout without ``owners`` by assigning entries that belong to no sample to samples.
+    """Return a layout without ``owners``, in which every entry belongs to a sample.
 
-    These entries have gradient zero, so they may be assigned to any sample. The result may
-    contradict the layout that another operation implies for the same tensor. If no assignment gives
-    a layout without ``owners``, ``layout`` itself is returned.
+    An entry that belongs to no sample in ``layout`` has gradient zero, so the result may assign the
+    entry to any sample. But this may contradict the layout that another operation implies for the
+    same tensor. If no such layout exists, ``layout`` itself is returned.
     """
     if layout.owners is None:
         return layout
@@ -321,7 +321,7 @@ def layout_of(owners: Tensor, stride: int, n_samples: int) -> Layout:
     """Return the layout of a tensor, given the sample number of each block of ``stride`` entries.
 
     ``owners`` contains these numbers on the CPU, in the shape of the tensor's leading dimensions.
-    The layout is shorter than ``owners`` if the numbers repeat along leading dimensions.
+    The layout leaves out leading dimensions along which the numbers repeat.
     """
     while owners.ndim > 1:
         repeats = bool((owners == owners[:1]).all())
@@ -330,7 +330,7 @@ def layout_of(owners: Tensor, stride: int, n_samples: int) -> Layout:
 
 
 def from_entries(owners: Tensor, n_samples: int) -> Layout | None:
-    """Return a tensor's layout, given the sample number of each entry, or -1 for no sample."""
+    """Return a tensor's layout, given each entry's sample number, which is -1 for no sample."""
     for dim, stride in enumerate(strides(owners.shape)):
         blocks = owners.reshape(*owners.shape[: dim + 1], stride)
         largest = blocks.amax(-1)
@@ -372,7 +372,10 @@ def probed_layouts(edges: list[Edge], layouts: dict[int, Layout]) -> list[Layout
 def _depending(
     user: Node, layouts: dict[int, Layout], mask: Tensor, inputs: dict[int, Tensor]
 ) -> dict[int, Tensor]:
-    """Return a mask for each input, with the entries on which the samples in ``mask`` depend."""
+    """Return for each input a mask of the entries on which outputs of some samples depend.
+
+    ``mask`` selects the samples. ``inputs`` contains a tensor of each input's shape.
+    """
     generator = torch.Generator().manual_seed(0)
     gradients: dict[int, Tensor] = {}
     for number, layout in layouts.items():

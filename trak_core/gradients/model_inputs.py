@@ -176,7 +176,7 @@ def as_batch(samples: Samples, output: ModelOutput) -> Batch:
 
 
 def _check_decoder_inputs(tokens: Tensor | None, labels: Tensor, output: ModelOutput) -> None:
-    """Raise an error if a decoder's inputs are shifted although logits predict the next label."""
+    """Raise an error if a decoder's inputs are shifted although the model output shifts labels."""
     if not output.predicts_next or tokens is None or tokens.shape != labels.shape:
         return
     is_used = labels[:, 1:] != IGNORED
@@ -204,8 +204,8 @@ def joined(batches: Sequence[Batch]) -> Batch:
         shapes = {tuple(tensors[name].shape[1:]) for tensors in each}
         if len(shapes) > 1:
             raise InputError(
-                "All samples must have the same shapes. Found for "
-                f"{name}: {listed(sorted(shapes))}. {ONE_SHAPE}",
+                f"All samples must have the same shapes. Found different shapes of {name}: "
+                f"{listed(sorted(shapes))}. {ONE_SHAPE}",
                 code="gradients.different_shapes",
             )
     inputs = {
@@ -302,7 +302,8 @@ def _different_shapes(
         for sample_id, shapes in samples.items()
     )
     return InputError(
-        f"All samples must have the same shapes{exception}. Found for {name}: {pair}. {ONE_SHAPE}",
+        f"All samples must have the same shapes{exception}. Found different shapes of {name}: "
+        f"{pair}. {ONE_SHAPE}",
         code="gradients.different_shapes",
     )
 
@@ -396,9 +397,8 @@ def call_with_rounding(model: nn.Module, batch: Batch) -> tuple[object, float]:
     """Return the result of the model for a batch, and a bound for the relative rounding error.
 
     The bound is sqrt(eps), where eps is the largest machine epsilon of the parameters and of the
-    tensors that layers return. With autocast, layers may return lower precision than that of the
-    parameters. Rounding errors are far smaller than the bound, and errors of a wrong computation
-    are far larger.
+    tensors that layers return, which have lower precision than the parameters under autocast.
+    Rounding errors are far smaller than the bound, and errors of a wrong computation far larger.
     """
     epsilons: list[float] = []
 

@@ -169,7 +169,7 @@ def watch_rows(gradients: Sequence[Tensor | None], watcher: Watcher, n_rows: int
 
 
 class _SeenThroughVmap(torch.autograd.Function):
-    """A function whose batching rule for ``vmap`` calls the watcher with all rows."""
+    """A function whose batching rule for ``vmap`` passes all rows of gradients to a callback."""
 
     @staticmethod
     def forward(watcher: Watcher, *gradients: Tensor | None) -> Tensor:
@@ -236,8 +236,6 @@ def by_rows(consumer: Consumer, output: Tensor, parameters: Sequence[Tensor]) ->
 # place of nodes, so that they keep no graph in memory.
 _PLANS: dict[Hashable, Plan] = {}
 _MOST_PLANS = 16
-
-
 _UNREADABLE = "has a graph that doesn't show which gradient belongs to which sample"
 
 
@@ -337,27 +335,28 @@ def by_samples(
 class _Pass:
     """The state of a backward pass: the per-sample gradients that were computed so far.
 
-    They are computed at the crossings of ``plan``. A crossing is an edge of the graph to a region,
-    which is a set of connected tensors that all samples share.
+    They are computed at the crossings of ``plan``: edges from an operation to a tensor that all
+    samples share. Connected shared tensors, such as a weight and its transpose, form a region.
     """
 
     def __init__(self, plan: Plan, consumer: Consumer, keeps_graph: bool):
         self.plan, self.consumer = plan, consumer
         self.keeps_graph = keeps_graph  # whether saved tensors are still there after the pass
-        # For each region with ``is_direct``: the gradients at its crossings. As soon as those at
-        # all crossings are computed, they are passed to the consumer and removed.
+        # For each region with ``is_direct``: the gradients whose sum is the parameter's gradient.
+        # When all of them are computed, they are passed to the consumer and removed.
         self.uses: dict[Region, list[Contribution]] = defaultdict(list)
         # Operations that will be differentiated after the pass, because they have no formula, with
-        # the gradients of their outputs, and with their crossings.
+        # the gradients of their outputs, and with the edges to inputs that samples share.
         self.waiting: dict[Node, tuple[dict[int, Tensor], list[tuple[Edge, Region]]]] = {}
-        # For each other region: the tensors to which its crossings lead, and for each tensor the
-        # sum of the gradients from these crossings.
+        # For each other region: the sum of the gradients with respect to each of its tensors that
+        # is an input of an operation outside of the region.
         self.sums: dict[Region, dict[tuple[Node, int], Tensor]] = defaultdict(dict)
 
     def visit(self, node: Node, gradients: dict[int, Tensor]) -> None:
-        """Compute gradients at a node's crossings, given the gradients of the node's outputs.
+        """Compute per-sample gradients with respect to the inputs of a node that samples share.
 
-        ``gradients`` contains the gradients of each output, shape (C, *shape), by output number.
+        ``gradients`` maps the number of each output of the node to the gradients with respect to
+        this output, shape (C, *shape).
         """
         layouts, waiting, crossings = self.plan.layouts[node], [], self.plan.crossings[node]
         forms = closed_forms([edge for edge, _ in crossings], gradients, layouts)

@@ -99,9 +99,9 @@ class Recomputation:
 
 
 def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of each list that contains several modules of the same class.
+    """Return the modules in each module list that contains several modules of the same class.
 
-    Lists inside of a repeated block are ignored, because the whole block is recomputed.
+    Module lists inside of such a module are ignored, because the whole module is recomputed.
     """
     blocks: list[nn.Module] = []
     inside: set[nn.Module] = set()

@@ -109,7 +109,7 @@ def _repeated(given: RuleInput) -> Layout | None:
 
 
 def _over_saved_dims(given: RuleInput) -> Layout | None:
-    """Rule for an operation, such as softmax, that mixes entries only along dimension ``dim``."""
+    """Rule for an operation that only mixes entries along its argument ``dim``, such as softmax."""
     return None if given.dim in given.saved_dims(len(given.output)) else given.along(given.dim)
 
 
@@ -125,7 +125,7 @@ def _padded(given: RuleInput) -> Layout | None:
 
 
 def _reduced(given: RuleInput) -> Layout | None:
-    """Rule for an operation, such as a sum, that reduces over the dimensions ``dim``."""
+    """Rule for an operation that reduces over its argument ``dim``, such as a sum."""
     gone = given.saved_dims(len(given.input))
     if getattr(given.node, "_saved_keepdim", False):
         return None if given.dim in gone else given.along(given.dim)
@@ -134,7 +134,7 @@ def _reduced(given: RuleInput) -> Layout | None:
 
 
 def _selected(given: RuleInput) -> Layout | None:
-    """Rule for an operation that removes the input's dimension ``dim``."""
+    """Rule for an operation that removes its argument ``dim`` from the input's dimensions."""
     (gone,) = given.saved_dims(len(given.input))
     return given.along(given.dim + (given.dim >= gone))
 
@@ -322,8 +322,6 @@ _NAMES: dict[Rule, str] = {
     ),
     _shared: "HeadOfMargins",
 }
-
-
 _RULES: dict[str, Rule] = {name: rule for rule, names in _NAMES.items() for name in names.split()}
 # Operations that only move entries. If their rule returns None, it may still be possible to tell
 # samples apart, so the operation is differentiated with test gradients (``probed_layouts``).

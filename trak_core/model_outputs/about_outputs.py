@@ -73,7 +73,7 @@ class About:
 
     @property
     def verdicts(self) -> tuple[str, str]:
-        """Suffixes for the two headings ``sides``, which say whether such scores are good or bad."""
+        """Suffixes for both headings in ``sides``. They say whether the scores are good or bad."""
         if self.better == "closer":
             return " (good where f is below the label)", " (good where f is above the label)"
         neither = "", ". Neither is good or bad by itself"
@@ -102,7 +102,6 @@ class About:
 _LOG_ODDS = (
     "log-odds, log(p / (1 - p)): 0 is a coin toss, +3 means p = 95 %, \N{MINUS SIGN}3 means 5 %"
 )
-# Image classification and text classification have the same model output.
 _LABEL = About(
     name="the log-odds of the label",
     unit=_LOG_ODDS,
