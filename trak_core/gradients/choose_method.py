@@ -33,9 +33,9 @@ from trak_core.gradients.one_pass import plan_of
 from trak_core.model_outputs.model_output import ModelOutput, over_samples
 from trak_core.runtime.progress import print_line
 
-# For models with fewer parameters than this, ``gradients_one_by_one`` (autograd) is rarely slower
-# than ``gradients_in_turn`` (factors of gradients), because the gradients fit into the CPU's
-# caches. The measurements are in RESULTS.md, "Ways to gradients".
+# For models with fewer parameters than this, autograd (``gradients_one_by_one``) is rarely slower
+# than ``gradients_in_turn``, because the gradients fit into the CPU's caches. The measurements are
+# in RESULTS.md, "Ways to gradients".
 _LEAST_PARAMETERS = 8_000_000
 # If two methods differ because of rounding, the difference in float64 is smaller than in float32 by
 # about the ratio of the machine epsilons. The ratio of differences may be smaller by this factor.

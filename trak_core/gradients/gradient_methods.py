@@ -160,7 +160,7 @@ def gradients_in_turn(
     *,
     must: bool = False,
 ) -> list[Tensor]:
-    """Compute the gradients as ``gradients_at_once`` does, but for one sample after another.
+    """Compute the gradients as ``gradients_at_once`` does, one sample after another.
 
     This also works for models in which an operation mixes samples, because a batch of one sample
     contains no other samples. Unlike ``gradients_one_by_one``, this function passes gradients to

@@ -72,7 +72,7 @@ class Contribution(ABC):
 
     @abstractmethod
     def part(self, first: int, last: int) -> Tensor:
-        """Return gradients for rows first, ..., last - 1 of the tensor, shape (C B, entries)."""
+        """Return the gradients with respect to rows first, ..., last - 1, shape (C B, entries)."""
 
     def whole(self) -> Tensor:
         """Return the gradients with respect to the whole tensor, shape (C B, entries)."""
