@@ -88,7 +88,10 @@ class Use(NamedTuple):
 
 
 def indices_of_samples(owners: Tensor, n_samples: int) -> Tensor:
-    """Return a matrix whose row i contains the indices at which ``owners`` is i, then -1."""
+    """Return a matrix whose row i contains the indices at which ``owners`` is i.
+
+    The row is padded with -1.
+    """
     order = torch.argsort(owners, stable=True)
     order = order[owners[order] >= 0]
     counts = torch.bincount(owners[order], minlength=n_samples)
@@ -99,7 +102,7 @@ def indices_of_samples(owners: Tensor, n_samples: int) -> Tensor:
 
 
 def has_formula(edge: Edge) -> bool:
-    """Return whether the edge's operation has a formula, which may not apply to all its uses."""
+    """Return whether the edge's operation has a formula. It may not apply to all uses."""
     return name_of(edge.user) in _FORMULAS
 
 

@@ -103,8 +103,8 @@ _SAMPLE = (
     "a tuple of the model's positional arguments followed by the label, or a dict of the model's "
     "named arguments and `labels`"
 )
-# Parts of messages that say what to do. ``stages.preflight_study`` replaces these parts for
-# ready-made studies, whose users don't write samples themselves.
+# These ends of messages tell the user to change the samples. ``stages.preflight_study`` replaces
+# them for ready-made studies, whose users don't write samples themselves.
 CHANGE_SAMPLES = (
     f"If the model doesn't take such inputs, change the samples: a sample must be {_SAMPLE}. "
     "Otherwise correct the model."
@@ -244,12 +244,12 @@ class Shapes:
 
 
 def shapes_of(samples: Iterable[tuple[object, Batch]], output: ModelOutput) -> Shapes:
-    """Return the lengths of samples, or raise an error that names two samples of unlike shapes.
+    """Return the lengths of samples, or raise an error that names two samples whose shapes differ.
 
     ``samples`` are pairs of an id and a batch of one sample. Texts, which have one label for each
     token, may differ in the number of tokens. This number is the first dimension of the labels and
     of inputs with one row for each token. If the model is also called with the labels, its named
-    inputs may have other lengths than the labels. All other shapes must be equal.
+    inputs may differ from them in length. All other shapes must be equal.
     """
     first: dict[str, tuple[int, ...]] = {}
     first_id: object = None

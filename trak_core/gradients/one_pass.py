@@ -445,7 +445,11 @@ def _past_moves(rows: Tensor, edge: Edge) -> tuple[Tensor, Node, int]:
 def _by_operation(
     node: Node, gradients: dict[int, Tensor], layouts: dict[int, Layout], indices: list[int]
 ) -> dict[int, Tensor]:
-    """Differentiate an operation once per sample. Return gradients of inputs, (C, B, *shape)."""
+    """Return gradients with respect to inputs of an operation without a formula.
+
+    The operation is differentiated once for each sample. ``indices`` are the numbers of the inputs.
+    The gradients have shape (C, B, *shape).
+    """
     n_samples = next(iter(layouts.values())).n_samples
     like = next(iter(gradients.values()))
     n_each = len(like)
