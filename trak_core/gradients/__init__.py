@@ -1,8 +1,8 @@
 """Compute the gradient of a model output for each sample.
 
 The model output f is one number for each sample, such as the margin of the correct class. The
-gradient of f has p entries, one for each entry of the parameters. The parameters are in
-``named_parameters`` order, and the entries of a parameter are in row-major order.
+gradient of f has p entries, one for each entry of the parameters. Parameters are in
+``named_parameters`` order, and the entries of each parameter in row-major order.
 
 Usually, one backward pass computes the gradients of all samples of a batch (``gradients_at_once``).
 If this is impossible for a model, autograd computes the gradient of one sample at a time. As soon

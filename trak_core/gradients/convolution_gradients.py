@@ -167,10 +167,7 @@ class Patches(Contribution):
                     yield torch.bmm(own, inputs.repeat(c, 1, 1) if c > 1 else inputs).flatten(1)
 
     def _phases(self) -> Tensor:
-        """Return the padded input as interleaved images, one for each offset below the stride.
-
-        The result has shape (*stride, B, inputs, *size / stride).
-        """
+        """Return the padded input, split by stride, shape (*stride, B, inputs, *size / stride)."""
         images = self.images[:, 0]
         margins = [
             (pad, pad + -(size + 2 * pad) % step)

@@ -88,10 +88,7 @@ class Use(NamedTuple):
 
 
 def indices_of_samples(owners: Tensor, n_samples: int) -> Tensor:
-    """Return a matrix whose row i contains the indices at which ``owners`` is i.
-
-    The row is padded with -1.
-    """
+    """Return a matrix whose row i contains the indices at which ``owners`` is i, padded with -1."""
     order = torch.argsort(owners, stable=True)
     order = order[owners[order] >= 0]
     counts = torch.bincount(owners[order], minlength=n_samples)

@@ -372,10 +372,7 @@ def probed_layouts(edges: list[Edge], layouts: dict[int, Layout]) -> list[Layout
 def _depending(
     user: Node, layouts: dict[int, Layout], mask: Tensor, inputs: dict[int, Tensor]
 ) -> dict[int, Tensor]:
-    """Return for each input a mask of the entries on which outputs of some samples depend.
-
-    ``mask`` selects the samples. ``inputs`` contains a tensor of each input's shape.
-    """
+    """Return masks of the input entries on which outputs of the samples in ``mask`` depend."""
     generator = torch.Generator().manual_seed(0)
     gradients: dict[int, Tensor] = {}
     for number, layout in layouts.items():
