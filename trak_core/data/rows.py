@@ -21,7 +21,7 @@ from trak_core.errors import InputError
 
 LINES, LIST, PARQUET = ".jsonl", ".json", ".parquet"
 _SPLITS = "dataset_dict.json"  # A folder with this file is a saved DatasetDict.
-# The character that separates cells in files with this ending.
+# The character that separates the cells of a table, by the ending of the file's name.
 TABLES = {".csv": ",", ".tsv": "\t"}
 SUFFIXES = (LINES, LIST, *TABLES, PARQUET)
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
@@ -105,7 +105,7 @@ class RowFile(Sequence[dict[str, Any]]):
 
         Raises:
             InputError: If only some rows have an id, if some ids are integers and others are texts,
-                if an id occurs twice, or if the field is named ``ID``. The error names the line.
+                if an id occurs twice, or if the field is named ``ID`` instead of ``id``.
         """
         if all(row.get("id") is None for row in self.rows):
             others = (name for name in self.rows[0] if name != "id")
@@ -221,7 +221,7 @@ def read_rows(path: str | Path) -> RowFile:
     if not (file.is_file() or is_saved_dataset(file) or (file / _SPLITS).is_file()):
         raise InputError(
             "Rows must be in a file, or in a folder that Dataset.save_to_disk wrote. Found nothing "
-            f"at {path} (from {Path.cwd()}).",
+            f"at {path}. The working folder is {Path.cwd()}.",
             code="data.missing_rows",
         )
     try:
@@ -275,8 +275,8 @@ def _saved_rows(folder: Path) -> list[dict[str, Any]]:
             continue
         if any(as_number(name) not in {None, i} for i, name in enumerate(feature.names)):
             raise InputError(
-                f"{folder}: in the column {column}, the name of a class must not be the number of "
-                f"another class. Found the names {', '.join(feature.names)}. Save the data set "
+                f"{folder}: in the column {column}, a class must not have the number of another "
+                f"class as its name. Found the names {', '.join(feature.names)}. Save the data set "
                 f"with the numbers that training used: cast_column({column!r}, Value('int64')).",
                 code="data.class_names",
             )

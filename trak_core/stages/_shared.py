@@ -43,13 +43,9 @@ def open_made_for(
 def open_checkpoint_scores(
     stack: ExitStack, paths: Sequence[Path], spec: ScoresSpec
 ) -> list[Artifact]:
-    """Open the files with the scores of each checkpoint. ``stack`` closes them later.
+    """Return the opened files with the scores of each checkpoint, which ``stack`` closes later.
 
-    It is an error if the files were not made with the settings ``spec``, or if they differ in their
-    samples.
-
-    Returns:
-        The opened files, in the order of ``paths``.
+    Raise an error if they were not made with the settings ``spec`` or do not belong together.
     """
     kind = EXACT_SCORES if spec.features.is_exact else CHECKPOINT_SCORES
     parts = [stack.enter_context(open_artifact(path, kind)) for path in paths]
@@ -116,7 +112,7 @@ def read_directions(
 
 
 def bm25_of_targets(study: "Study", train: "Split", target_ids: Any) -> Iterator[np.ndarray]:
-    """Yield for each target the BM25 scores of all training texts, with its text as the query."""
+    """Yield the BM25 scores of all training texts, with the text of each target as the query."""
     return bm25_scores(study.words(train), study.words(study.split("target", target_ids)))
 
 

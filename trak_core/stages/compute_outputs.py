@@ -71,8 +71,8 @@ def compute_outputs(
         writer.vector("predictions", predictions.numpy())
 
 
-# So many samples at a time are sorted by length, and their embeddings are held in memory until they
-# can be written in the original order.
+# The number of samples that are sorted by length together. Their embeddings stay in memory until
+# all of them can be written in the original order.
 _WINDOW = 1024
 
 

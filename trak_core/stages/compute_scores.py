@@ -39,10 +39,7 @@ from trak_core.stages._shared import PER_SAMPLE, open_made_for
 def compute_normal_matrix(
     *, normal_matrix: Path, features: Path, spec: NormalSpec, code: str, memory_mb: int
 ) -> None:
-    """Write the normal matrix of one checkpoint's training features.
-
-    ``write_normal_matrix`` documents the matrix.
-    """
+    """Write the normal matrix of a checkpoint's features, as ``write_normal_matrix`` defines it."""
     with open_artifact(features, FEATURES) as train:
         write_normal_matrix(normal_matrix, train, spec, code=code, memory_mb=memory_mb)
 
@@ -67,8 +64,8 @@ def compute_scores(
     to invert is singular.
 
     With ``keep="full"``, the whole product A_c is written. With ``keep="top_k"``, the product is
-    written without its first factor Phi_c, which needs less space. ``average_scores`` then
-    multiplies it by Phi_c.
+    written without its first factor Phi_c to save space, and ``average_scores`` multiplies it by
+    Phi_c.
 
     ``pool`` is a file that contains features of samples on which the models were not trained. If
     it is given, these features take the place of the first factor Phi_c, and ``keep`` must be
@@ -150,10 +147,9 @@ def compute_exact_scores(
 
 
 def _write_samples(writer: Writer, train: Artifact, targets: Artifact, norm: float | None) -> None:
-    """Write the data of training samples and targets that do not depend on pairs of them.
+    """Write the ids, labels, model outputs, predictions and loss weights of samples, and ``norm``.
 
-    These are the ids, labels, model outputs and predictions of all samples, the loss weights of the
-    training samples, and the norm by which the checkpoint's scores are divided, unless it is None.
+    The scores of the checkpoint are divided by ``norm``, unless it is None.
     """
     writer.vector("loss_weights", train.vector("loss_weights"))
     if norm is not None:
@@ -173,10 +169,7 @@ def compute_self_influence(
     code: str,
     memory_mb: int,
 ) -> None:
-    """Write a table with the self-influence of each training sample.
-
-    ``self_influences`` documents the formula.
-    """
+    """Write a table with the self-influence of each training sample (see ``self_influences``)."""
     import pandas as pd  # The other stages in this module do not need pandas.
 
     columns, file_spec = self_influences(features, normal_matrices, spec, memory_mb)

@@ -122,13 +122,11 @@ def compute_token_scores(
 
 
 def _read_rows(features: Artifact, rows: Sequence[int]) -> np.ndarray:
-    """Return the given rows of a file of features as float64, in the given order."""
     values = features.matrix("features")
     return np.stack([values[row] for row in rows]).astype(np.float64)
 
 
 def _print_accuracy(top: pd.DataFrame, tokens: pd.DataFrame, layers: pd.DataFrame) -> None:
-    """Print the largest difference between a score and the sum of its contributions."""
     pair = ["target_id", "train_id"]
     scores = top.set_index(pair)["score"]
     sums = tokens.pivot_table("score", pair, "side", "sum")

@@ -34,7 +34,7 @@ _MAX_TARGETS = 20_000
 
 # The largest number of rows on the page of a list, and of characters of each text on it.
 _N_ROWS, _CHARACTERS = 100, 600
-# The largest number of different labels with which the page of a list has a filter for labels.
+# The page of a list can be filtered by label, unless there are more different labels than this.
 _N_LABELS = 40
 _NUMBERS = ("harm", "help", "score", "self_influence", "output", "closeness", "cosine")
 # The page of a list rounds decimal numbers with more than _LONG characters to four digits.
@@ -45,7 +45,6 @@ _SHOWN_ELSEWHERE = ("id", "rank", "other_id", "among", "worth_a_look", "output_s
 
 
 def _texts(study: Study, split: Split, name: str) -> pd.DataFrame:
-    """Return a table with the id and the shortened text of each sample."""
     rows = blocks_with_progress(len(split.ids), 1, f"texts of {name}")
     texts = [short_text(study, split.ids[row], split.samples[row]) for row, _ in rows]
     return pd.DataFrame({"id": split.ids, "text": texts})
@@ -176,7 +175,7 @@ def show_list(
             among = "train" if row["among"] == TRAIN else "target"
             entry["samples"].append((among, *others[row["among"]][row["other_id"]]))
         entries.append(entry)
-    # Sorting by length before sorting by text puts the class 10 after the class 9.
+    # Labels are sorted by length first, so that class 10 comes after class 9.
     labels = sorted({entry["label"] for entry in entries}, key=lambda text: (len(text), text))
     n_looks = rows["worth_a_look"].tolist().count("1") if "worth_a_look" in rows else 0
     files = [read_experiment(path, path.parents[1], 0, 0, train) for path in scores]

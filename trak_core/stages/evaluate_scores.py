@@ -83,8 +83,8 @@ def _passes(
         draws = spec.features.label_draws
         weighting = Weighting.PLAIN if draws else usual_weighting(combine, output)
         passes.append(FeaturePass([ends], spec.ends, weighting, unit_dim))
-    # Features for a smaller proj_dim are the first dimensions of the stored features. Normalizing
-    # comes after selecting dimensions, so each proj_dim then needs its own pass.
+    # Features for a smaller proj_dim are the first dimensions of the stored features. They are
+    # normalized after the dimensions are selected, so that each proj_dim needs its own pass.
     dims = sorted({setting.proj_dim for setting in settings}) if spec.normalize else [None]
     for dim in dims:
         same_dim = [setting for setting in settings if dim in (None, setting.proj_dim)]

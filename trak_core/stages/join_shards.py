@@ -28,7 +28,7 @@ def _without_shard(spec: dict) -> dict:
 
 
 def _check(parts: Sequence[Artifact], spec: FeaturesSpec) -> None:
-    """Raise an error unless the shards were made with ``spec``, match, and are in order."""
+    """Raise an error unless shards have the settings ``spec``, fit together and are in order."""
     first_row, first = 0, parts[0]
     for number, part in enumerate(parts, start=1):
         check_made_for(part, spec, may_be_shard=True)

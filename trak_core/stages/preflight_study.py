@@ -219,7 +219,7 @@ def _check_training(
 
 
 def _check_retraining(study: Study, arguments: Mapping[str, Any]) -> None:
-    """Raise an error if the study's ``train`` rejects the arguments with which models retrain."""
+    """Raise an error if the study's ``train`` does not accept the arguments of an evaluation."""
     requirement = (
         "for an evaluation, train() must accept the arguments of `training`, `seed` (an integer) "
         "and `data` (the samples to train on; the default, None, means all samples)"

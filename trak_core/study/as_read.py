@@ -1,4 +1,4 @@
-"""Show the model's input for a sample, and notice if the sample lacks a template of the training.
+"""Show the model's input for a sample, and check that it has the training samples' template.
 
 If all training samples begin or end with the same tokens, such as those of a chat template, but a
 target does not, then the target was probably not prepared like the training samples.
@@ -22,9 +22,10 @@ _N_READ, _MIN_DIFFERENT = 16, 8
 def lines_as_read(study: Study, split: Split, subject: str, train: Split | None) -> list[str]:
     """Return lines to print that show how the model reads the first sample of ``split``.
 
-    The first line contains the model's input as the study's ``as_read`` returns it, after the words
-    ``subject``. A notice follows if all training samples (``train``) begin or end with tokens that
-    this sample lacks. If the study does not define ``as_read``, the list is empty.
+    The first line consists of ``subject`` (such as "The first training sample"), the sample's id,
+    and the text that the study's ``as_read`` returns. A notice follows if all training samples
+    (``train``) begin or end with tokens that this sample lacks. If the study does not define
+    ``as_read``, the list is empty.
     """
     text = study.first_as_read(split)
     if not text:
@@ -41,7 +42,7 @@ def lines_as_read(study: Study, split: Split, subject: str, train: Split | None)
 
 
 def missing_tokens(study: Study, train: Split, targets: Split) -> dict[str, str]:
-    """Return the tokens with which all training samples, but not the first target, begin or end.
+    """Return first and last tokens that all training samples share and the first target lacks.
 
     Instead of all training samples, 16 samples at equal distances in ``train`` are compared.
 
@@ -71,7 +72,7 @@ def missing_tokens(study: Study, train: Split, targets: Split) -> dict[str, str]
 
 
 def _n_common(sequences: Sequence[Sequence[int]]) -> int:
-    """Return how many first entries all sequences have in common."""
+    """Return the length of the longest prefix that all sequences share."""
     places = takewhile(lambda entries: len({*entries}) == 1, zip(*sequences, strict=False))
     return sum(1 for _ in places)
 

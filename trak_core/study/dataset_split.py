@@ -41,8 +41,7 @@ class Split:
         """Return the samples with the given ids, in the given order. The ids must be distinct."""
         position = {sample_id: i for i, sample_id in enumerate(self.ids)}
         counts = Counter(ids)
-        # A bool is refused. Otherwise, True would select the sample with the id 1, because they are
-        # equal in Python.
+        # A bool is refused. Otherwise, True would select the sample with the id 1, as True == 1.
         wrong = [i for i in ids if i not in position or isinstance(i, bool) or counts[i] > 1]
         if wrong:
             raise InputError(
@@ -86,23 +85,23 @@ class Split:
 
 
 def _entries(sample: Any) -> dict[str, Any]:
-    """Return a dict of a sample's entries. The keys for a tuple are "entry 0", "entry 1", ..."""
+    """Return a dict of a sample's entries, named "entry 0", "entry 1", ... if it is a tuple."""
     if isinstance(sample, Mapping):
         return dict(sample)
     if isinstance(sample, list | tuple):
         return {f"entry {i}": entry for i, entry in enumerate(sample)}
     raise InputError(
         f"A sample must be a tuple or a dict. Found {type(sample).__name__}. Pass tensors with a "
-        "row for each sample as a tuple `(inputs, labels)`, because a list is a list of samples.",
+        "row for each sample as a tuple `(inputs, labels)`. A list must contain samples.",
         code="study.sample_type",
     )
 
 
 def _stacked(parts: Sequence[Any], name: str) -> Tensor:
-    """Return one tensor that stacks the values that several samples have for the same entry.
+    """Return a tensor that stacks the values of one entry from several samples.
 
-    The values are tensors, arrays, numbers or lists of numbers. ``name`` is the name of the entry
-    in error messages.
+    The values are tensors, arrays, numbers or lists of numbers. ``name`` is the entry's name in
+    error messages.
     """
     try:
         # default_collate would transpose lists, so they are converted to tensors first. It would
@@ -144,9 +143,9 @@ def as_tensor(values: Any) -> Tensor:
 def users_code(call: str) -> Generator[None, None, None]:
     """Convert exceptions and ``SystemExit`` from the user's code to an ``InputError``.
 
-    The user's code is called within the ``with`` block. The message consists of ``call``, which
-    describes the call, the original message and the traceback. An exception is not converted if a
-    full disk, exhausted memory or a stop signal caused it, because the user's code is not at fault.
+    The user's code is called within the ``with`` block. The message consists of ``call`` (a
+    description of the call), the original message and the traceback. An exception is not converted
+    if a full disk, exhausted memory or a stop signal caused it, as the user's code is not at fault.
     """
     try:
         yield

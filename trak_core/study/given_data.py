@@ -1,4 +1,4 @@
-"""Convert the tensors, Dataset or DataLoader that a Python program passes to samples with ids."""
+"""Convert data from a Python program (tensors, a Dataset or a DataLoader) to samples with ids."""
 
 import hashlib
 import warnings
@@ -102,15 +102,16 @@ def _dataset_of(loader: DataLoader[Any]) -> Any:
 
 
 def split_of_data(data: Any, ids: Iterable[Any] | None) -> Split:
-    """Return data in any of the accepted forms as samples with ids.
+    """Return the samples in ``data`` with their ids.
 
     Args:
-        data: Tensors or arrays with a row for each sample, as a tuple (the model's inputs, then the
-            labels) or as a dict (the model's named inputs and ``labels``). Or samples with
-            ``len()`` and ``[i]``, such as a torch Dataset, a list, a ``Split``, or a Hugging Face
-            ``datasets.Dataset``, whose column ``id`` contains the ids if it exists. Or a
-            DataLoader. Its dataset is read in order, and its ``collate_fn`` is called for each
-            sample. Its ``shuffle``, ``batch_size`` and ``drop_last`` are ignored.
+        data: Samples in one of three forms. Tensors or arrays with a row for each sample are passed
+            as a tuple (the model's inputs, then the labels) or as a dict (the model's named inputs
+            and ``labels``). Any other object must have ``len()`` and ``[i]``, such as a list, a
+            torch Dataset, a ``Split``, or a Hugging Face ``datasets.Dataset``, in which the column
+            ``id`` can contain the ids. The dataset of a DataLoader is read in order, so that its
+            ``shuffle``, ``batch_size`` and ``drop_last`` have no effect. Its ``collate_fn`` is
+            called for each sample.
         ids: An integer or a short text for each sample. By default, ids are 0, 1, 2, ...
     """
     if hasattr(data, "remove_columns") and hasattr(data, "__len__") and "id" in data.column_names:
@@ -133,7 +134,10 @@ def split_of_data(data: Any, ids: Iterable[Any] | None) -> Split:
         data = [*data]  # Scores refer to samples by position, so later changes must not matter.
     size = len(data)
     if size == 0:
-        raise InputError("Data must contain at least one sample.", code="study.given_nothing")
+        raise InputError(
+            "Data must contain at least one sample. Found none. Check how the data were selected.",
+            code="study.given_nothing",
+        )
     split = Split(data, checked_ids(range(size) if ids is None else ids, size, "`ids`"))
     check_repeatable(split)
     return split

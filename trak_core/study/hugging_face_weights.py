@@ -137,7 +137,7 @@ _INITS_KEEPING_BASE = (True, False, None, "gaussian", "orthogonal", "eva", "mica
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """The active adapter of a PeftModel, into which an adapter's folder can be loaded."""
+    """The active adapter of a PeftModel."""
 
     model: Any
     name: str
@@ -158,7 +158,7 @@ class Adapter:
         if len(active) != 1:
             raise InputError(
                 f"{folder}: exactly one adapter must be active in the PeftModel that make_model() "
-                f"returns. Found {', '.join(active) or 'none'} active, of the adapters "
+                f"returns. Found {', '.join(active) or 'none'} active among its adapters "
                 f"{', '.join(model.peft_config)}. Call `model.set_adapter(name)` in make_model().",
                 code="study.adapter_active",
             )
@@ -180,7 +180,7 @@ class Adapter:
         return {key: value for key, value in more.items() if key in own or key in stored}
 
     def load(self, stored: Mapping[str, Tensor]) -> None:
-        """Load weights into the adapter, and check that the model then contains their values."""
+        """Load ``stored`` into the adapter, and check that the adapter then has these values."""
         from peft import set_peft_model_state_dict
 
         # The dict is copied, because some versions of peft rename its keys in place.
@@ -248,7 +248,7 @@ def _read_config(path: Path, own: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert settings to JSON types, and sets to sorted lists, so that ``==`` compares them."""
+    """Convert settings to JSON types, and sets to sorted lists, to compare them with ``==``."""
 
     def plain_value(value: Any) -> Any:
         return sorted(value, key=str) if isinstance(value, set | frozenset) else str(value)

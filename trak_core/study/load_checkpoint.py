@@ -42,7 +42,7 @@ class Weights(NamedTuple):
 
 
 def _default_part(saved: Any, path: Path) -> Weights:
-    """Return the state dict that a file consists of, or contains under one of ``WRAPPERS``."""
+    """Return the state dict in a loaded file, at the top level or under keys in ``WRAPPERS``."""
     parts, within = dict(state_dicts(saved)), []
     state = saved
     for wrapper in WRAPPERS:
@@ -109,8 +109,8 @@ def read_weights(checkpoint: Path, part: str | None = None, digest: Any = None) 
     if part and not chosen:
         raise InputError(
             f"{checkpoint}: the setting `state_dict` must contain the keys that lead to the "
-            f"weights in the file, joined by dots. Found no weights under {part}, but under "
-            f"{listed(sorted({key.split('.')[0] for key in state}))}.",
+            f"weights in the file, joined by dots. Found no weights under {part}. The file "
+            f"contains weights under {listed(sorted({key.split('.')[0] for key in state}))}.",
             code="study.no_such_part",
         )
     unusual = [f"{key}, {kind}" for key, value in chosen.items() if (kind := _unusual_kind(value))]
@@ -148,7 +148,7 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], source: str) 
 def _copy_weights(
     model: nn.Module, pieces: Iterable[Mapping[str, Tensor]], fit: Fit, source: str
 ) -> None:
-    """Check the weights in ``pieces``, which together are ``fit.weights``, and load them."""
+    """Check the weights in ``pieces``, which together are ``fit.weights``, and load each piece."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     _check_tied(parameters, fit.weights, source)
     for piece in pieces:
@@ -179,7 +179,6 @@ def _is_finite(values: Tensor) -> bool:
 def _check_tied(
     parameters: Mapping[str, Tensor], weights: Mapping[str, Tensor], source: str
 ) -> None:
-    """Raise an error if the weights of parameters that the model ties are not equal."""
     first: dict[int, str] = {}
     differing = set[str]()
     for key, parameter in parameters.items():
@@ -225,7 +224,7 @@ def load_checkpoint(model: nn.Module, checkpoint: Path, part: str | None = None)
     _check_finite(weights.state, source)
     adapter.load(weights.state)
     model.eval()
-    # A module's get_extra_state() can add other objects than tensors to the state dict.
+    # A module's get_extra_state() can add objects that are not tensors to the state dict.
     tensors = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
     return {"sha256": sha256, "model_sha256": state_dict_sha256(tensors)}
 

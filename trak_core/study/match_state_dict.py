@@ -3,7 +3,7 @@
 A model can be trained within a wrapper, which adds a part to the names of weights: data parallelism
 adds ``module.``, torch.compile adds ``_orig_mod.``, and Lightning adds the name of an attribute.
 A checkpoint fits if its names are those of the model after such parts are removed. It is an error
-if the checkpoint contains weights that the model lacks, or the reverse.
+if the checkpoint contains weights that the model lacks, or lacks weights of the model.
 """
 
 import os
@@ -120,8 +120,8 @@ def match_state_dict(
 
     If the names in the checkpoint differ from those in the model, three changes are tried. First, a
     prefix is removed from the checkpoint's names. Second, the parts that FSDP, torch.compile,
-    activation checkpointing and data parallelism add to names are removed from both sides, unless
-    two names would become equal. Third, transformers converts the weights. ``source`` is the
+    activation checkpointing and data parallelism add to names are removed from the names of both,
+    unless two names would become equal. Third, transformers converts the weights. ``source`` is the
     checkpoint's path for messages. ``within`` contains the keys that lead to ``state`` in its file,
     joined by dots.
 

@@ -42,7 +42,7 @@ def adam_scales(
     gradient was 0 throughout training.
 
     Args:
-        model: The model.
+        model: The model that make_model() builds.
         parameters: The parameters for which gradients are computed, by name.
         trained: Names of the parameters that have ``requires_grad=True`` in a newly built model.
         checkpoint: A folder that contains ``optimizer.pt``, as transformers' Trainer saves it, or a
@@ -128,14 +128,14 @@ def _numbers(
     moments: Mapping[int, Mapping[str, Any]],
     source: Path,
 ) -> dict[str, int]:
-    """Return the number that each parameter, given by name, has in the optimizer's state."""
+    """Return a dict from the names of parameters to their numbers in the optimizer's state."""
     ids = [list(group["params"]) for group in groups]
     flat = [number for group in ids for number in group]
     if all("param_names" in group for group in groups):  # The optimizer stored names.
         given = [str(name) for group in groups for name in group["param_names"]]
         # A wrapper around the trained model adds a prefix to all names. Remove the prefix after
-        # which the most names are names in the model. Among equally good prefixes, remove the
-        # shortest, because names can also be equal to the model's without the name of a submodule.
+        # which the most names are names in the model. If several are equally good, remove the
+        # shortest, because a submodule can have parameters of the same names as the model.
         own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         bare = ([n.removeprefix(prefix) for n in given] for prefix in shared_prefixes(given))
         given = max(bare, key=lambda names: len(own.intersection(names)))

@@ -66,8 +66,8 @@ def encoded_line(
 ) -> tuple[int | str, Any, dict[str, Any]]:
     """Convert a line that a user asks about to a sample, with the study's ``encode``.
 
-    A line is a JSON object with the sample's fields, or a dict of them. A line that does not begin
-    with "{" is a text, which becomes the field ``text``.
+    A line is a JSON object with the sample's fields, a dict of these fields, or a text, which does
+    not begin with "{". A text becomes the value of the field ``text``.
 
     Returns:
         The sample's id (the field ``id``, or ``number`` if the line has no such field), the sample,
@@ -76,8 +76,8 @@ def encoded_line(
     line = line if isinstance(line, Mapping) else _parsed_line(line)
     fields = {key: value for key, value in line.items() if key != "id"}
     (own_id,) = checked_ids([line.get("id", number)], 1, "The field id of a line")
-    # If encode() fails, the message shows its signature. For example, encode() may lack the
-    # parameter `text`, as which a plain line is passed.
+    # If encode() fails, the message shows its signature. From it, the user may see that encode()
+    # has no parameter `text` for a plain text.
     sample = _encoded(study, fields, str(inspect.signature(study.function("encode"))))
     return own_id, sample, {k: v for k, v in fields.items() if k not in study.fields_read}
 

@@ -140,7 +140,7 @@ def short_columns(columns: Mapping[str, Sequence[Any]]) -> pd.DataFrame:
 
 
 def _study_columns(study: Study, function: str) -> pd.DataFrame:
-    """Call the study's ``function`` and return its columns, or no columns if it is not defined."""
+    """Return the columns from a function of the study, or no columns if it is not defined."""
     if not study.has(function):
         return pd.DataFrame()
     with users_code(f"{study.path}: {function}()"):

@@ -20,8 +20,8 @@ from trak_core.study.study import Study
 
 # The number of characters to which texts are shortened in tables and notebooks.
 SHORTENED = 200
-# The longer side of a picture has about 200 pixels. Pages show it with 100 CSS pixels, so that it
-# is sharp on high-density screens.
+# The longer side of a picture has about 200 pixels. Pages show it with half as many CSS pixels, so
+# that it is sharp on high-density screens.
 _INCHES, _DPI = 1.0, 200
 # A larger PNG is probably a photograph. It is saved as a JPEG instead, which takes about a fifth of
 # the space.
@@ -54,10 +54,7 @@ class Picture:
 
 
 def are_drawn(study: Study, train: Split) -> bool:
-    """Return whether samples are shown as pictures.
-
-    They are if the study defines ``draw``, or if the samples are images.
-    """
+    """Return whether samples are shown as pictures, because of ``draw`` or as they are images."""
     return study.has("draw") or _pixels(train.sample(0)) is not None
 
 
@@ -87,7 +84,7 @@ def sample_as_html(
 ) -> str:
     """Return a sample as HTML for a notebook: a picture, a text, or the sample's values.
 
-    If ``study`` is None and ``describe`` is given, the HTML is the text that it returns.
+    Without a study, the text comes from ``describe`` if it is given.
     """
     if study is not None:
         draws = study.has("draw") or _pixels(sample) is not None
@@ -162,7 +159,7 @@ def _pixels(sample: Any) -> Any:
 def _levels_of(image: torch.Tensor) -> np.ndarray:
     """Return an image's pixels as uint8, shape (height, width, channels).
 
-    Floats are from 0 to 1. If some are outside of this range, all are rescaled to it.
+    Floats should be from 0 to 1. If some are outside of this range, all are rescaled to it.
     """
     scale = 255 if image.dtype == torch.uint8 else 1
     pixels = image.detach().cpu().float().numpy() / np.float32(scale)
@@ -211,8 +208,7 @@ def drawn(draw: Callable[..., Any], sample: Any) -> Picture:
     axes.set(xticks=[], yticks=[])
     axes.spines[:].set_visible(False)
     buffer = io.BytesIO()
-    # "tight" removes the margins, and extends the picture if something is drawn outside of the
-    # axes.
+    # "tight" removes margins, and extends the picture to what is drawn outside of the axes.
     figure.savefig(buffer, format="png", bbox_inches="tight", pad_inches=0)
     with Image.open(buffer) as picture:
         return _encoded(picture.convert("RGB"), *picture.size)
@@ -292,7 +288,7 @@ def _printable(character: str) -> str:
         return character
     if character.isspace():
         return " "
-    # Control characters are removed, because some would change the direction of the text. All other
-    # unprintable characters are replaced. One reason is that UTF-8 cannot encode lone surrogates.
+    # Control characters are removed, because some would change the direction of the text. Other
+    # unprintable characters are replaced, for example lone surrogates, which UTF-8 cannot encode.
     is_control = unicodedata.category(character) in ("Cc", "Cf")
     return "" if is_control else "\N{REPLACEMENT CHARACTER}"

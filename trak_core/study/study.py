@@ -46,7 +46,7 @@ from trak_core.study.dataset_split import Split, checked_ids, users_code
 class _InWords(dict[int, int | None]):
     """A ``str.translate`` table for splitting texts into words.
 
-    It replaces all characters except letters, marks, digits and ``_`` by spaces.
+    It replaces all characters except letters, marks, digits and ``_`` with spaces.
     """
 
     def __missing__(self, code: int) -> int:
@@ -101,10 +101,7 @@ class Study:
 
     @classmethod
     def load(cls, path: Path) -> "Study":
-        """Import a Python file.
-
-        Returns:
-            The study that the file defines.
+        """Return the study that a Python file defines, after importing the file.
 
         Raises:
             InputError: If the import fails, trains a model, or changes the working folder.
@@ -165,10 +162,7 @@ class Study:
 
     @property
     def fields_read(self) -> Container[str]:
-        """The fields of rows that a ready-made study uses for its samples, or no fields.
-
-        The other fields become columns.
-        """
+        """The fields of rows from which a ready-made study makes samples. Others become columns."""
         return getattr(getattr(self.module, "study", None), "fields_read", ())
 
     def make_model(self) -> nn.Module:
@@ -204,7 +198,7 @@ class Study:
         return model
 
     def describe(self, sample_id: int | str, sample: Any, by: str = "describe") -> str:
-        """Return the text that the study's ``describe`` or ``as_read`` (``by``) gives a sample."""
+        """Return the text that ``describe`` or ``as_read`` (``by``) returns for a sample."""
         function = self.function(by)
         with users_code(f"{self.path}: {by}() of sample {sample_id}"):
             text = function(sample)
@@ -217,13 +211,13 @@ class Study:
         return text
 
     def first_as_read(self, split: Split) -> str:
-        """Return the text that ``as_read`` gives the first sample, or "" if it is not defined."""
+        """Return the text from ``as_read`` for the first sample, or "" if it is not defined."""
         if not self.has("as_read"):
             return ""
         return beginning_and_end(self.describe(split.ids[0], split.sample(0), "as_read"))
 
     def words(self, split: Split) -> Iterator[list[str]]:
-        """Yield the words of the text that ``describe`` gives each sample.
+        """Yield the words of the text that ``describe`` returns for each sample.
 
         A word is a sequence of letters, combining marks, digits and ``_``. Words are in lower case
         and in the Unicode normal form NFKC.
@@ -299,13 +293,10 @@ class Study:
 
 
 def trained_model(study: Study, arguments: dict[str, Any], data: Any = None) -> nn.Module:
-    """Train a model with the study's ``train``.
+    """Return the model that the study's ``train`` returns or yields last.
 
     ``arguments`` are passed to ``train`` by name. If ``data`` is not None, it contains the samples
     to train on, and is passed to ``train`` as the argument ``data``.
-
-    Returns:
-        The model that ``train`` returns or yields last.
 
     Raises:
         InputError: If ``train`` fails, or if weights are not finite.

@@ -38,7 +38,7 @@ WRAPPERS = ("state_dict", "model_state_dict", "model")
 
 
 class _LeftOut:
-    """A class that replaces those of pickled objects, so that none of their code is executed."""
+    """A stand-in for the classes of pickled objects, whose code must not be executed."""
 
     def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:
         return super().__new__(cls)
@@ -51,9 +51,9 @@ class _LeftOut:
 
 
 def _load(path: Path, *, is_zip: bool) -> Any:
-    """Return the dict in a torch.save file, without entries that contain objects of other classes.
+    """Return the dict in a torch.save file, without the entries that ``weights_only`` refuses.
 
-    Some frameworks store such objects together with the weights, for example Lightning its
+    Some frameworks store objects together with the weights. For example, Lightning stores
     hyper-parameters. If no state dict remains without these entries, torch's error is raised.
     """
     name = str(path)
