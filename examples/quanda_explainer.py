@@ -78,8 +78,8 @@ explainers = {
 print("               mislabelled  class  shortcut  LDS")
 for name, explainer in explainers.items():
     scores = explainer.explain(asked, predicted)
-    # To break ties, the metric adds 1e-4 times the row number to the self-influence, which would
-    # change the order of small values. It does not change the order of ranks.
+    # To break ties, the metric adds 1e-4 times the row number to each self-influence. This could
+    # reorder small values, but it cannot reorder ranks.
     ranks = explainer.self_influence().argsort().argsort().float()
     metrics = [
         quanda.MislabelingDetectionMetric(model, train, wrong, precomputed_self_influence=ranks),

@@ -417,8 +417,8 @@ def as_number(value: Any) -> int | float | None:
     """Return a number, or the number that a text contains, or None for any other value.
 
     The number must be finite. A text must be a decimal number in Python's notation, such as
-    "-1.5e3", or else true (1) or false (0) in any case. Thousands separators and decimal commas are
-    not allowed.
+    "-1.5e3", or else true (1) or false (0), in upper or lower case. Thousands separators and
+    decimal commas are not allowed.
     """
     if isinstance(value, float):
         return value if math.isfinite(value) else None

@@ -162,7 +162,7 @@ def check_repeatable(split: Split) -> None:
 
 
 def split_digest(split: Split) -> str:
-    """Return a hash of the ids and contents of all samples, by which changed data are noticed."""
+    """Return a hash of the ids and contents of all samples, to notice changed data."""
     return content_digest(split.ids, _sample_digest(split, range(len(split.ids))))
 
 

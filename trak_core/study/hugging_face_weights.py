@@ -148,8 +148,8 @@ class Adapter:
         peft: Any = sys.modules.get("peft")  # If peft was not imported, there is no PeftModel.
         if peft is None or not isinstance(model, peft.PeftModel):
             raise InputError(
-                f"{folder}: if the weights are an adapter, make_model() must return a "
-                f"peft.PeftModel. Found {type(model).__name__}. Return "
+                f"{folder}: if the weights are those of an adapter, make_model() must return "
+                f"a peft.PeftModel. Found {type(model).__name__}. Return "
                 "`PeftModel.from_pretrained(base, folder)`, or `get_peft_model(base, config)` with "
                 "the config that was used for training.",
                 code="study.adapter_model",

@@ -155,10 +155,10 @@ def _study_columns(study: Study, function: str) -> pd.DataFrame:
             code="study.column_name",
         )
     if len({len(values) for values in columns.values()}) > 1:
-        lengths = ", ".join(f"{len(values)} of {name}" for name, values in columns.items())
+        lengths = ", ".join(f"{len(values)} in {name}" for name, values in columns.items())
         raise InputError(
-            f"{study.path}: {function}() must return columns of equal length. Found lengths "
-            f"{lengths}.",
+            f"{study.path}: {function}() must return a value for each sample in every "
+            f"column. Found different numbers of values: {lengths}.",
             code="study.columns_length",
         )
     made = {name: _column([_plain(value) for value in values]) for name, values in columns.items()}

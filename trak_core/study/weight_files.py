@@ -51,10 +51,11 @@ class _LeftOut:
 
 
 def _load(path: Path, *, is_zip: bool) -> Any:
-    """Return the dict in a torch.save file, without the entries that ``weights_only`` refuses.
+    """Return the dict in a torch.save file, without entries that cannot be loaded safely.
 
-    Some frameworks store objects together with the weights. For example, Lightning stores
-    hyper-parameters. If no state dict remains without these entries, torch's error is raised.
+    Some frameworks store objects of their own classes together with the weights. For example,
+    Lightning stores hyper-parameters. ``torch.load(weights_only=True)`` refuses such objects. Its
+    error is raised if no state dict remains without them.
     """
     name = str(path)
 
@@ -113,7 +114,7 @@ def _has_objects(value: Any) -> bool:
 
 
 def _check_zip(path: Path) -> None:
-    """Raise an error if a checksum in a zip file is wrong, because torch does not verify them."""
+    """Raise an error if a checksum in a zip file is wrong. torch does not verify checksums."""
     with zipfile.ZipFile(path) as archive:
         # torch can map only uncompressed parts of a zip file into memory. If a part is marked as a
         # folder, torch may return uninitialized memory as its content.
