@@ -146,8 +146,7 @@ class FromRow:
     Attributes:
         row: The fields of the row.
         place: Where the row is in its file, such as "line 2", or "" if this is unknown.
-        picture: A function that returns the row's image file as a PIL image, or None if the row is
-            not an image.
+        picture: A function that returns the row's image as a PIL image. None without an image.
     """
 
     row: Mapping[str, Any]
@@ -182,8 +181,7 @@ class NamedRowSample(FromRow, dict[str, Any]):
 class RowSamples(Sequence[Any]):
     """The samples in a file. On each access, the function ``sample`` makes a sample from its row.
 
-    If ``sample`` raises an ``InputError``, the file and the line of the row are put before its
-    message.
+    If ``sample`` raises an ``InputError``, the message begins with the file and line of the row.
     """
 
     rows: RowFile
@@ -242,7 +240,9 @@ def read_rows(path: str | Path) -> RowFile:
             raise ValueError(f"{noun} {others[0]} is not a JSON object")
     except InputError:
         raise
-    except Exception as error:  # A damaged .parquet can raise any error, in several lines.
+    except (
+        Exception
+    ) as error:  # A damaged .parquet can raise any error, with several lines of text.
         reason = " ".join(str(error).split()).removesuffix(".")
         raise InputError(
             f"{path}: rows must be in .jsonl (one JSON object per line), .json (a list of "
@@ -331,8 +331,7 @@ def _numbered_rows(file: Path) -> Iterator[tuple[int, Any]]:
     if file.suffix == LIST and text.lstrip()[:1] == "[":
         yield from enumerate(parsed_json(text), 1)
         return
-    # splitlines() would also split at other line separators, such as U+2028, which texts in JSON
-    # can contain.
+    # splitlines() would also split at characters such as U+2028, which texts in JSON can contain.
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
@@ -372,8 +371,7 @@ def _rows_of_table(text: str, separator: str) -> Iterator[tuple[int, dict[str, s
                     n = f"{len(cells)} cell{'s' * (len(cells) != 1)}"
                     raise ValueError(f"line {number} has {n}, but the header has {len(header)}")
                 yield number, dict(zip(header, cells, strict=True))
-            # The next row need not begin in the next line, as a quoted cell can contain line
-            # breaks.
+            # A row can extend over several lines, because a quoted cell can contain line breaks.
             number = reader.line_num + 1
     except csv.Error as error:
         raise ValueError(f"line {number} begins a row with wrong quotes: {error}") from error

@@ -14,8 +14,7 @@ meaning in all stages:
     code          The digest of the stage's code, which is stored in the resulting file.
     device        The device for gradients and the projection: ``auto``, ``cpu`` or ``cuda``.
     batch_size    The largest number of samples in a batch.
-    memory_mb     The memory for arrays in MiB. On CUDA, gradients and activations use all of the
-                  free GPU memory instead.
+    memory_mb     The memory for arrays in MiB, except for gradients and activations on a GPU.
     threads       The number of CPU threads for torch and for the projection.
 
 The last four arguments change results only by float32 rounding. If an ``InputError`` is raised, its

@@ -1,9 +1,8 @@
 """Compare the effect of removing chosen training samples with that of removing random samples.
 
-If the samples were chosen for a target, models were retrained without the samples that help the
-target most, and the change in the target's model output is measured. If the samples are in a list,
-models were retrained without them, or only on them, and the accuracy and the loss on all targets
-are measured.
+For a target, models were retrained without the samples that help it most, and the change in the
+target's model output is measured. For a list, models were retrained without the listed samples, or
+only on them, and the accuracy and the loss on all targets are measured.
 """
 
 from collections.abc import Mapping, Sequence
@@ -160,8 +159,7 @@ def effects(
     ``before`` and ``predicted_before`` are the outputs and predictions of models that were trained
     on all samples with the same seeds. ``change`` is the change in the model output. If predictions
     are classes, ``flips`` is 1 where the prediction has changed, else 0. If ``outputs`` is the
-    array ``before`` itself, nothing was removed, and the only measure is the model output,
-    ``output``.
+    array ``before`` itself, nothing was removed, and the only measure is ``output``.
     """
     if outputs is before:
         return {"output": before.astype(np.float64)}

@@ -63,13 +63,11 @@ def compute_scores(
     ``spec.normalize``, each phi_i is divided by its norm. An ``InputError`` is raised if the matrix
     to invert is singular.
 
-    With ``keep="full"``, the whole product A_c is written. With ``keep="top_k"``, the product is
-    written without its first factor Phi_c to save space, and ``average_scores`` multiplies it by
-    Phi_c.
+    With ``keep="full"``, the whole product A_c is written. With ``keep="top_k"``, the first factor
+    Phi_c is left out to save space, and ``average_scores`` multiplies by it later.
 
-    ``pool`` is a file that contains features of samples on which the models were not trained. If
-    it is given, these features take the place of the first factor Phi_c, and ``keep`` must be
-    ``top_k``.
+    ``pool`` is a file with features of samples on which the models were not trained. If it is
+    given, the first factor contains these features, and ``keep`` must be ``top_k``.
     """
     with ExitStack() as stack:
         train_file = stack.enter_context(open_artifact(train_path, FEATURES))

@@ -84,8 +84,7 @@ def draw_influences(
     The HTML page ``answer`` shows the targets with their most influential training samples. The
     study's ``draw`` and ``describe`` determine how samples are shown. The file ``texts`` contains
     the shortened texts of the targets and of the training samples in the table ``top_influences``.
-    If the study does not define ``describe``, it contains the printed values of the samples on the
-    page instead.
+    Without ``describe``, the texts are the printed values of only the samples on the page.
 
     ``self_influence`` and ``token_scores`` contain at most one file each. If there is a file of
     token scores, the page colours tokens by their scores. If the study does not define

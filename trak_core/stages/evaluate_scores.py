@@ -175,8 +175,7 @@ def evaluate_scores(
     empty if no setting and no baseline needs features. ``embeddings`` contains the embeddings of
     each run's last checkpoint, which the baseline ``embedding_cosine`` needs. ``retrained_spec``
     contains the settings of the files ``retrained``, or is None if the user provides these files.
-    ``sweep`` contains the values to try for each field of ``Setting`` except ``combine``, or is
-    None.
+    ``sweep`` contains the values to try for the fields of ``Setting`` except ``combine``.
     """
     assert spec.loss_weight_power is not None
     projection = spec.features.projection
@@ -276,8 +275,7 @@ def read_ground_truth(
 ) -> GroundTruth:
     """Read the subsets and the outputs of retrained models from all files in ``paths``.
 
-    The files must have been made with the settings ``spec``, which is None if the user provides the
-    files.
+    They must have been made with the settings ``spec``. If the user provides them, it is None.
 
     Returns:
         The joined data, with columns in the order of ``train_ids`` and ``target_ids``.

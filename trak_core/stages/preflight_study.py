@@ -96,8 +96,6 @@ def _quiet() -> Generator[None, None, None]:
 
 
 class _Copy:
-    """A stream that writes text to another stream and also keeps a copy of it."""
-
     def __init__(self, stream: Any) -> None:
         self._stream, self.text = stream, ""
 
@@ -113,8 +111,7 @@ class _Copy:
 def _copied(copies: dict[str, str], split: str) -> Generator[None, None, None]:
     """Send text that is printed in the ``with`` block to standard error, and keep a copy of it.
 
-    The copy is stored as ``copies[split]``. Later runs print the copy if they do not read the split
-    again.
+    The copy is stored as ``copies[split]``, and printed by later runs that do not read the split.
     """
     copy = _Copy(sys.stderr)
     with redirect_stdout(cast(Any, copy)), redirect_stderr(cast(Any, copy)):
@@ -161,7 +158,6 @@ def _check_labels(
 def _check_known_groups(
     group_by: Sequence[str], name: str, output: ModelOutput, labels: Sequence[int | float]
 ) -> None:
-    """Raise an error if samples are grouped by labels or predictions that are not classes."""
     if "label" in group_by:
         Grouping.of("label", labels)
     is_number = name in TABLE and not TABLE[name].labels_are_classes
@@ -177,7 +173,6 @@ def _check_known_groups(
 
 
 def _check_arguments(study: Study, arguments: Mapping[str, Any], requirement: str) -> None:
-    """Raise an error that begins with ``requirement`` if ``train`` rejects ``arguments``."""
     signature = inspect.signature(study.function("train"))
     try:
         signature.bind(**arguments)
@@ -219,7 +214,6 @@ def _check_training(
 
 
 def _check_retraining(study: Study, arguments: Mapping[str, Any]) -> None:
-    """Raise an error if the study's ``train`` does not accept the arguments of an evaluation."""
     requirement = (
         "for an evaluation, train() must accept the arguments of `training`, `seed` (an integer) "
         "and `data` (the samples to train on; the default, None, means all samples)"
@@ -411,8 +405,7 @@ def _check_samples(
 def answer(request_file: str, answer_file: str, log_file: str) -> None:
     """Call ``preflight_study`` with the arguments that the JSON file ``request_file`` contains.
 
-    The result or the error's message is written to ``answer_file`` as JSON. Printed text goes to
-    ``log_file``.
+    ``answer_file`` gets the result or the error's message as JSON, and ``log_file`` printed text.
     """
     log = os.open(log_file, os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)

@@ -95,7 +95,7 @@ def _write(
     about = about_output(model_output)
     words = {"label": about.label, "other_label": about.label, "prediction": about.prediction}
     rows = rows.drop(columns=[name for name, word in words.items() if not word], errors="ignore")
-    if about.counts_parts:  # A column keeps its name if the study has a column of the new name.
+    if about.counts_parts:  # A column keeps its name if another column already has the new name.
         words["other_label"] = f"other_{about.label}"
         rows = rows.rename(columns={k: word for k, word in words.items() if word not in rows})
     write_csv(listed, rows)
@@ -117,9 +117,8 @@ def find_duplicates(
     """Compare the features of all samples with each other, and list the pairs of duplicates.
 
     The features are from one checkpoint, and ``spec`` contains the settings of its scores. If a
-    target is also a training sample, it is compared only as a training sample. The time is
-    proportional to the square of the number of training samples. ``study_file`` is None if class
-    names are not needed.
+    target is also a training sample, it is compared only as a training sample. The time grows with
+    the square of the number of training samples. ``study_file`` is None without class names.
     """
     with (
         open_made_for(train_path, FEATURES, spec.of_train()) as train,

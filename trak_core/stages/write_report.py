@@ -24,7 +24,6 @@ from trak_core.study.study import Study
 
 
 def _check_scores(results: Results) -> None:
-    """Raise an error if evaluations, removals or groups were computed from other scores."""
     scores = {file.spec["experiment"]: file for file in results.experiments}
     for file in (*results.evaluations.values(), *results.removals, *results.groups.values()):
         expected, measured = scores[file.spec["experiment"]], file.spec["scores"]

@@ -100,8 +100,7 @@ def _entries(sample: Any) -> dict[str, Any]:
 def _stacked(parts: Sequence[Any], name: str) -> Tensor:
     """Return a tensor that stacks the values of one entry from several samples.
 
-    The values are tensors, arrays, numbers or lists of numbers. ``name`` is the entry's name in
-    error messages.
+    The values are tensors, arrays, numbers or lists of numbers. Messages call the entry ``name``.
     """
     try:
         # default_collate would transpose lists, so they are converted to tensors first. It would

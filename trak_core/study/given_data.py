@@ -109,9 +109,8 @@ def split_of_data(data: Any, ids: Iterable[Any] | None) -> Split:
             as a tuple (the model's inputs, then the labels) or as a dict (the model's named inputs
             and ``labels``). Any other object must have ``len()`` and ``[i]``, such as a list, a
             torch Dataset, a ``Split``, or a Hugging Face ``datasets.Dataset``, in which the column
-            ``id`` can contain the ids. The dataset of a DataLoader is read in order, so that its
-            ``shuffle``, ``batch_size`` and ``drop_last`` have no effect. Its ``collate_fn`` is
-            called for each sample.
+            ``id`` can contain the ids. The dataset of a DataLoader is read in order, and each
+            sample is passed to ``collate_fn``. Shuffling and ``drop_last`` have no effect.
         ids: An integer or a short text for each sample. By default, ids are 0, 1, 2, ...
     """
     if hasattr(data, "remove_columns") and hasattr(data, "__len__") and "id" in data.column_names:
@@ -131,7 +130,7 @@ def split_of_data(data: Any, ids: Iterable[Any] | None) -> Split:
             code="study.given_data",
         )
     if isinstance(data, list):
-        data = [*data]  # Scores refer to samples by position, so later changes must not matter.
+        data = [*data]  # The user may change the list later, and scores refer to positions.
     size = len(data)
     if size == 0:
         raise InputError(

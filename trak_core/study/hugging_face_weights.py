@@ -7,8 +7,7 @@ convert the weights in such files.
 
 ``PeftModel.save_pretrained`` writes the weights and the settings of an adapter. With another
 setting, such as another ``lora_alpha``, the same weights give different outputs. Therefore,
-``Adapter`` compares the settings with those of the model. The package peft is imported only if a
-checkpoint is an adapter.
+``Adapter`` compares the settings with those of the model. peft is imported only for adapters.
 """
 
 import json
@@ -49,7 +48,7 @@ def config_notice(model: nn.Module, folder: Path) -> str:
     config: Any = model.config
     try:
         stored = type(config).from_dict(json.loads(file.read_text(encoding="utf-8")))
-    except Exception:  # transformers can raise any error for the config of another model.
+    except Exception:  # transformers can raise any error if the config is for another model.
         return ""
     own, saved = config.to_dict(), stored.to_dict()
     differ = [
@@ -92,7 +91,7 @@ def convert_weights(
         return model.state_dict(), {}
     floats = {p.dtype for p in model.parameters() if p.is_floating_point()}
     disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)  # The caller reports keys that do not fit instead.
+    logging.disable(logging.CRITICAL)  # The caller reports keys that do not fit.
     try:
         with torch.random.fork_rng(devices=[]):
             converted, report = model_class.from_pretrained(

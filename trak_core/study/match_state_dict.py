@@ -20,13 +20,12 @@ from trak_core.study.hugging_face_weights import convert_weights
 
 # Three attempts are made to match names. The first removes nothing. The second removes the parts
 # that FSDP, torch.compile and activation checkpointing add to names. The third also removes
-# `module`, which data parallelism adds. It is the last attempt, because a submodule can be named
-# `module`.
+# `module`, which data parallelism adds, but which can also be the name of a submodule.
 _WRAPPERS = "_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module"
 _WRAPPER_PATTERNS = [
     re.compile(rf"(?<![^.])({names})\.") for names in ("(?!)", _WRAPPERS, f"{_WRAPPERS}|module")
 ]
-_MAX_PREFIXES = 4  # The number of prefixes to try that only some of the names have.
+_MAX_PREFIXES = 4  # The number of prefixes to try that not all names share.
 
 
 def misfits_of(
@@ -67,7 +66,6 @@ def _location(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _fits_type(stored: Tensor, own: Tensor) -> bool:
-    """Return whether a stored tensor can be converted to the dtype of the model's tensor."""
     if stored.layout is not torch.strided or stored.is_complex() > own.is_complex():
         return False
     # 8-bit floats are quantized weights, whose values are meaningless without their scales.
@@ -121,9 +119,9 @@ def match_state_dict(
     If the names in the checkpoint differ from those in the model, three changes are tried. First, a
     prefix is removed from the checkpoint's names. Second, the parts that FSDP, torch.compile,
     activation checkpointing and data parallelism add to names are removed from the names of both,
-    unless two names would become equal. Third, transformers converts the weights. ``source`` is the
-    checkpoint's path for messages. ``within`` contains the keys that lead to ``state`` in its file,
-    joined by dots.
+    unless two names would become equal. Third, transformers converts the weights. Messages begin
+    with ``source``. ``within`` contains the keys that lead to ``state`` in its file, joined by
+    dots.
 
     Raises:
         InputError: If the names still differ. The message lists the differences in the closest

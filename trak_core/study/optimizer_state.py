@@ -49,8 +49,7 @@ def adam_scales(
             file that contains the states of the model and the optimizer.
 
     Returns:
-        A float32 tensor of factors on the CPU for the name of each parameter, and the SHA-256 of
-        the file.
+        A float32 tensor of factors on the CPU for each parameter's name, and the file's SHA-256.
 
     Raises:
         InputError: If the file has no state of Adam, or if it is unclear which of its parameters

@@ -21,8 +21,7 @@ from trak_core.study.dataset_split import users_code
 from trak_core.study.read_targets import read_questions
 from trak_core.study.study import Study
 
-# Names that user-defined columns must not have, because tables of results have such columns
-# already.
+# Names that user-defined columns must not have, because results have columns with these names.
 RESERVED = frozenset({
     *("id", "index", "label", "prediction", "output", "output_sd", "loss_weight", "improves"),
     *("help", "harm", "harmed_label", "self_influence", "rank", "score", "target_id", "train_id"),
@@ -119,8 +118,7 @@ def columns_from(rows: RowFile, used: Container[str]) -> pd.DataFrame:
 def short_columns(columns: Mapping[str, Sequence[Any]]) -> pd.DataFrame:
     """Return a table of the columns that contain only numbers and texts of at most 255 bytes.
 
-    A name in ``RESERVED`` gets the prefix ``own_``. If another column already has the new name, the
-    prefix is added again.
+    A name in ``RESERVED`` gets the prefix ``own_``, and gets it again if the new name is taken.
     """
     kept = {}
     for name, values in columns.items():
@@ -140,7 +138,6 @@ def short_columns(columns: Mapping[str, Sequence[Any]]) -> pd.DataFrame:
 
 
 def _study_columns(study: Study, function: str) -> pd.DataFrame:
-    """Return the columns from a function of the study, or no columns if it is not defined."""
     if not study.has(function):
         return pd.DataFrame()
     with users_code(f"{study.path}: {function}()"):
@@ -179,7 +176,6 @@ def _is_name(name: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a NumPy or pandas value to a Python value, and a missing value to None."""
     value = value.item() if hasattr(value, "item") else value
     if value is pd.NaT or value is pd.NA:
         return None

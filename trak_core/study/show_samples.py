@@ -23,8 +23,7 @@ SHORTENED = 200
 # The longer side of a picture has about 200 pixels. Pages show it with half as many CSS pixels, so
 # that it is sharp on high-density screens.
 _INCHES, _DPI = 1.0, 200
-# A larger PNG is probably a photograph. It is saved as a JPEG instead, which takes about a fifth of
-# the space.
+# A larger PNG is probably a photograph. It is saved as a JPEG, which needs a fifth of the space.
 _PNG_BYTES = 12_000
 _LEFT = "\N{LEFT-TO-RIGHT MARK}"  # An invisible character that marks cells to be aligned left.
 _NOTEBOOK_PIXELS = 64  # The height of a picture in a notebook.

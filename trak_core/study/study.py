@@ -313,8 +313,7 @@ def models_along(
     The study's ``train`` must be a generator that yields (time, model) at least at these times.
 
     Yields:
-        The model at each time. It can be the same object each time, because the training may
-        update the model in place.
+        The model at each time, which can be one object that the training updates in place.
 
     Raises:
         InputError: If ``train`` fails or misses a time, or if weights are not finite.

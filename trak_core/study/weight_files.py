@@ -20,8 +20,7 @@ from trak_core.errors import InputError, caused_by_out_of_memory, listed
 from trak_core.settings import ADAPTER_CONFIG
 
 # Since torch 1.6, torch.save writes zip files, which begin with _ZIP. A safetensors file begins
-# with 8 bytes for the length of its header. The last of these bytes is 0, and the header begins
-# with "{".
+# with 8 bytes for the length of its header, of which the last is 0, and then the header's "{".
 _ZIP, _SAFETENSORS = b"PK\x03\x04", b"\0{"
 _FOLDER = 0x10  # The attribute of an entry in a zip file that marks it as a folder.
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
