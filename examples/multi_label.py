@@ -1,4 +1,4 @@
-"""Which scans taught a network to label digits: even, over 4, divisible by 3, below 2?"""
+"""Which scans taught a network which digits are even, over 4, divisible by 3 or below 2?"""
 
 import torch
 from fit import fit

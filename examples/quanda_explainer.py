@@ -1,4 +1,4 @@
-"""How do quanda's metrics rate an Attributor? Needs quanda 0.5. Run it in an empty folder."""
+"""How do quanda's metrics rate an Attributor? Run this file with quanda 0.5 in an empty folder."""
 
 import copy
 

@@ -113,8 +113,8 @@ class RowFile(Sequence[dict[str, Any]]):
             if near:
                 raise InputError(
                     f"{self.path}: ids must be in the field `id`. Found the field {near[0]!r}. "
-                    "Rename it to id if it contains ids. Otherwise, rename it to a name that does "
-                    "not resemble id. The rows then have the ids 0, 1, 2, ...",
+                    "Rename it to id if it contains ids. Otherwise, give it a name that does not "
+                    "resemble id. The rows then have the ids 0, 1, 2, ...",
                     code="data.near_id",
                 )
             return list(range(len(self.rows)))

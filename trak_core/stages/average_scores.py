@@ -141,7 +141,7 @@ def average_scores(
                 values = writer.matrix("scores", train["id"], targets["id"], chunks=(1024, 64))
 
             def blocks() -> Iterator[tuple[int, np.ndarray]]:
-                """Compute and write the scores of each block. Yield its first row and scores."""
+                """Compute and write the scores in blocks. Yield each first row and its block."""
                 for start, stop in blocks_with_progress(n_train, block, "training samples"):
                     combined = read_scores(start, stop).astype(np.float32)
                     if values is not None:

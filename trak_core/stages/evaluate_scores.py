@@ -275,7 +275,7 @@ def read_ground_truth(
 ) -> GroundTruth:
     """Read the subsets and the outputs of retrained models from all files in ``paths``.
 
-    They must have been made with the settings ``spec``. If the user provides them, it is None.
+    ``spec`` contains the settings of these files, or is None if the user provides the files.
 
     Returns:
         The joined data, with columns in the order of ``train_ids`` and ``target_ids``.

@@ -296,7 +296,7 @@ def preflight_study(
 ) -> dict[str, Any]:
     """Build the model, read the data, and check that both fit the config.
 
-    The first problem raises an error. However, one error lists all checkpoints with problems.
+    The first problem raises an error. Checkpoints come last, and one error lists all misfits.
 
     Args:
         study_file: The study's Python file.
@@ -405,7 +405,8 @@ def _check_samples(
 def answer(request_file: str, answer_file: str, log_file: str) -> None:
     """Call ``preflight_study`` with the arguments that the JSON file ``request_file`` contains.
 
-    ``answer_file`` gets the result or the error's message as JSON, and ``log_file`` printed text.
+    The result or the error's message is written to ``answer_file`` as JSON. Printed text is written
+    to ``log_file``.
     """
     log = os.open(log_file, os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)

@@ -92,7 +92,7 @@ def retrain(
     else:
         masks, sizes, hashes = _removals(study, train, spec, named_by, naming)
         numbers = range(len(masks))
-        # The same seeds are used for all subsets, so that their effects cancel in differences.
+        # All subsets have the same seeds, so that the effects of the seeds cancel in differences.
         is_list = spec.subsets == "list"
         common = [training_seed(spec.seed, 0, naming["draw"])] if is_list else _seeds(spec, 0)
         seeds = [common] * len(masks)

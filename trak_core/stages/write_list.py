@@ -117,8 +117,9 @@ def find_duplicates(
     """Compare the features of all samples with each other, and list the pairs of duplicates.
 
     The features are from one checkpoint, and ``spec`` contains the settings of its scores. If a
-    target is also a training sample, it is compared only as a training sample. The time grows with
-    the square of the number of training samples. ``study_file`` is None without class names.
+    target is also a training sample, it is compared only as a training sample. The time is
+    quadratic in the number of training samples. ``study_file`` is None if class names are not
+    needed.
     """
     with (
         open_made_for(train_path, FEATURES, spec.of_train()) as train,

@@ -87,10 +87,10 @@ def shared_prefixes(names: Iterable[str]) -> list[str]:
 
 
 def _prefixes(names: Iterable[str], own: Container[str]) -> Iterator[str]:
-    """Yield prefixes to remove from names, so that they may become names in ``own``.
+    """Yield prefixes whose removal may turn names into those of the model (``own``).
 
     First come the prefixes that all names share. Then come the prefixes that most frequently
-    precede one of the model's names (``own``).
+    precede one of the model's names.
     """
     yield from shared_prefixes(names)
     before_own = Counter(

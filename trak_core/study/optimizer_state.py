@@ -64,7 +64,7 @@ def adam_scales(
     if lacking:
         raise InputError(
             f"{source}: every selected parameter must have second moments. Found none for "
-            f"{listed(lacking)}, because training computed no gradient for it. Exclude these "
+            f"{listed(lacking)}, because training computed no gradients for them. Exclude these "
             "parameters with the setting `parameters`.",
             code="study.second_moments",
         )
@@ -143,7 +143,8 @@ def _numbers(
             raise InputError(
                 f"{source}: the optimizer's parameters must have the same names as those of the "
                 f"model that make_model() returns. Found no {listed(sorted(unknown))} among the "
-                f"optimizer's names {listed(given)}. Let make_model() build the trained model.",
+                f"optimizer's names {listed(given)}. Let make_model() build the model that was "
+                "trained.",
                 code="study.optimizer_names",
             )
         return dict(zip(given, flat, strict=True))

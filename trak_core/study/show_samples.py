@@ -230,7 +230,7 @@ def _inputs(sample: Sequence[Any] | Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def contents_digest(sample: Any) -> bytes:
-    """Return a hash of a sample's inputs, without the label, by which equal inputs are found."""
+    """Return a hash of a sample's inputs without the label, to find samples with equal inputs."""
     digest = hashlib.blake2b(digest_size=16)
     for name, value in _inputs(sample):
         array = np.ascontiguousarray(_array(value))

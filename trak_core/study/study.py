@@ -313,7 +313,7 @@ def models_along(
     The study's ``train`` must be a generator that yields (time, model) at least at these times.
 
     Yields:
-        The model at each time, which can be one object that the training updates in place.
+        The model at each time. It may be the same object each time, updated in place.
 
     Raises:
         InputError: If ``train`` fails or misses a time, or if weights are not finite.

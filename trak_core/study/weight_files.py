@@ -20,7 +20,7 @@ from trak_core.errors import InputError, caused_by_out_of_memory, listed
 from trak_core.settings import ADAPTER_CONFIG
 
 # Since torch 1.6, torch.save writes zip files, which begin with _ZIP. A safetensors file begins
-# with 8 bytes for the length of its header, of which the last is 0, and then the header's "{".
+# with 8 bytes for the length of its header, the last of which is 0. The header begins with "{".
 _ZIP, _SAFETENSORS = b"PK\x03\x04", b"\0{"
 _FOLDER = 0x10  # The attribute of an entry in a zip file that marks it as a folder.
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -132,8 +132,8 @@ def read_tensors(path: Path, must: str, remedy: str, digest: Any = None) -> Any:
 
     The format is recognized by the first bytes of the file, not by its name. If reading fails, the
     message contains ``must`` (a sentence on what the file must be) and ``remedy`` (a sentence on
-    what to do). ``digest`` is None or a hash object, which is updated with the file's bytes. In
-    this case, the checksums in a torch.save file are verified, too.
+    what to do). ``digest`` is None or a hash object, which is updated with the file's bytes. With
+    a hash object, the checksums in a torch.save file are verified, too.
     """
     start = b""
     try:
