@@ -79,7 +79,7 @@ def sentences() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
 
 
 def make_texts(folder: Path) -> None:
-    """Write sentences into a folder, and a language model and a classifier that they train."""
+    """Write sentences into a folder, and a language model and a classifier trained on them."""
     import tokenizers
     from transformers import (
         GPT2Config,

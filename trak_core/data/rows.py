@@ -133,8 +133,8 @@ class RowFile(Sequence[dict[str, Any]]):
             before = first.setdefault(value, index)
             if before != index:
                 raise InputError(
-                    f"{self.place(index)}: ids must be unique. Found {value!r}, already used at "
-                    f"{self.place(before)}.",
+                    f"{self.place(index)}: ids must be unique. Found {value!r}, which is also "
+                    f"the id at {self.place(before)}. Change one of the two ids.",
                     code="data.repeated_id",
                 )
         return ids
@@ -219,7 +219,7 @@ def read_rows(path: str | Path) -> RowFile:
     if not (file.is_file() or is_saved_dataset(file) or (file / _SPLITS).is_file()):
         raise InputError(
             "Rows must be in a file, or in a folder that Dataset.save_to_disk wrote. Found nothing "
-            f"at {path}. The working folder is {Path.cwd()}.",
+            f"at {path}. Correct this path. The working folder is {Path.cwd()}.",
             code="data.missing_rows",
         )
     try:

@@ -42,7 +42,7 @@ def lines_as_read(study: Study, split: Split, subject: str, train: Split | None)
 
 
 def missing_tokens(study: Study, train: Split, targets: Split) -> dict[str, str]:
-    """Return first and last tokens that all training samples share and the first target lacks.
+    """Return the first and last tokens that training samples share, but the first target lacks.
 
     Instead of all training samples, 16 samples at equal distances in ``train`` are compared.
 

@@ -211,7 +211,8 @@ def checked_ids(ids: Iterable[Any], n_samples: int | None, source: str) -> list[
     ((commonest, count),) = Counter(plain).most_common(1)
     if count > 1:
         raise InputError(
-            f"{source} must contain unique ids. Found the id {commonest!r} {count} times.",
+            f"{source} must contain unique ids. Found the id {commonest!r} {count} times. Give "
+            "each sample its own id.",
             code="study.ids",
         )
     return plain

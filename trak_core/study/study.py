@@ -332,7 +332,8 @@ def models_along(
                 break
     raise InputError(
         f"{study.path}: train({arguments}) must yield (time, model) at each time under `at`. Found "
-        f"no model at {remaining[0]!r}, but models at {listed(passed) or 'no time'}.",
+        f"no model at {remaining[0]!r}, but models at {listed(passed) or 'no time'}. Yield a model "
+        "at this time, or change `at` in the config.",
         code="study.train",
     )
 
