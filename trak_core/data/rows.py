@@ -127,7 +127,8 @@ class RowFile(Sequence[dict[str, Any]]):
             if kind not in {int, str} or kind is not type(ids[0]) or value == "":
                 raise InputError(
                     f"{self.place(index)}: `id` must be an integer in every row, a text in every "
-                    f"row, or missing in every row. Found {value!r}. The first id is {ids[0]!r}.",
+                    f"row, or missing in every row. Found {value!r}. The first id is {ids[0]!r}. "
+                    "Change the ids that differ in type.",
                     code="data.mixed_ids",
                 )
             before = first.setdefault(value, index)
