@@ -1,4 +1,4 @@
-"""Which scans taught an encoder to match two views of a digit, among views of 50 others?"""
+"""Which scans taught an encoder to tell the second view of a scan from 50 other scans?"""
 
 import torch
 from fit import fit
@@ -15,7 +15,7 @@ views = TensorDataset(first, second)
 
 class Encoder(nn.Sequential):
     def forward(self, first, second):
-        """Return the similarity of both views, then those to fixed views, without gradient."""
+        """Return the similarities of the first view to the second, and to 50 constant vectors."""
         u, v = (normalize(super(Encoder, self).forward(x)) for x in (first, second))
         with torch.no_grad():
             others = normalize(super().forward(scans[400:].to(first.device)))

@@ -1,4 +1,4 @@
-"""Which patients taught a Cox model who of the patients at risk falls ill first?"""
+"""Which patients taught a Cox model which of the patients at risk falls ill first?"""
 
 import torch
 from fit import fit
@@ -9,7 +9,8 @@ from torch.utils.data import Subset, TensorDataset
 x, time = map(torch.tensor, load_diabetes(return_X_y=True))
 x, random = x.float() / x.std(), torch.Generator().manual_seed(0)
 event = torch.rand(len(x), generator=random) < 0.7  # the other patients left the study
-# For each patient, twenty patients at risk at that time, drawn once.
+# Draw twenty of the patients who are at risk when a patient falls ill. They are drawn only once,
+# because a sample must have the same values whenever it is read.
 chosen = [
     torch.multinomial(later.float(), 20, True, generator=random) for later in time >= time[:, None]
 ]

@@ -1,4 +1,4 @@
-"""Train a network with Adam, for the studies in this folder."""
+"""The training loop of the studies in this folder."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ def fit(
     seed: int,
     epochs: int,
 ) -> nn.Module:
-    """Return a trained model; ``losses(model, *batch)`` returns a loss for each sample."""
+    """Train a model with Adam and return it. ``losses(model, *batch)`` are the samples' losses."""
     torch.manual_seed(seed)
     model = make_model()
     adam = torch.optim.Adam(model.parameters(), lr=0.01)

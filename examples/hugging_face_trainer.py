@@ -1,6 +1,7 @@
-"""Which texts taught a GPT-2 to continue other texts as it does? Uses a Trainer's checkpoints.
+"""Which texts taught GPT-2 how to continue other texts? A Trainer saved the checkpoints.
 
-Needs transformers, accelerate and datasets. Run it in any folder: checkpoints are in `trainer-out`.
+This example needs transformers, accelerate and datasets. It can run in any folder, in which it
+writes checkpoints to `trainer-out`.
 """
 
 from pydoc_data.topics import topics
@@ -36,7 +37,7 @@ trainer = Trainer(
 )
 trainer.train()
 
-# The Trainer's loader yields samples as in training, with labels and without the column `text`.
+# The Trainer's data loader yields the samples as in training: with labels, and without the texts.
 attributor = Attributor(trainer.model, "language_modelling", "trainer-out", damping=1)
 attributor.fit(trainer.get_eval_dataloader(split["train"]))
 top = attributor.score(trainer.get_eval_dataloader(split["test"])).top(1)

@@ -38,6 +38,6 @@ for run in ("seed0", "seed1"):
         entry = {"path": path, "run": run, "at": int(path.stem.removeprefix("step="))}
         checkpoints[f"{run}-{entry['at']}"] = entry
 
-# Keys in the files begin with `model.`. This prefix is removed to match `reader.model`.
+# Keys in the files begin with `model.`. The Attributor removes this prefix to load `reader.model`.
 attributor = Attributor(reader.model, "image_classification", checkpoints).fit(train)
 print(attributor.score(test).top(1).head())

@@ -1,4 +1,4 @@
-"""Which scans taught a network four labels of a digit: even, over 4, divisible by 3, below 2?"""
+"""Which scans taught a network which digits are even, over 4, divisible by 3 or below 2?"""
 
 import torch
 from fit import fit
@@ -18,7 +18,8 @@ def log_likelihood(logits, labels):
     return logsigmoid(logits * (2 * labels - 1)).sum()
 
 
-# The training loss is -f, so its loss weight is 1. Reports show how many labels are right.
+# The training loss is -f, so the loss weight has its default value, 1. Reports show the number of
+# correct labels as the prediction.
 labels = ModelOutput(
     value=log_likelihood,
     prediction=lambda logits, labels: ((logits > 0) == labels).sum().float(),

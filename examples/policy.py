@@ -1,4 +1,4 @@
-"""Which attempts taught a policy to name a digit? It is rewarded if the name is right."""
+"""Which attempts taught a policy to name digits? Correct names were rewarded."""
 
 import torch
 from fit import fit

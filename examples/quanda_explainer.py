@@ -1,4 +1,4 @@
-"""How do quanda's metrics rate an Attributor? Needs quanda 0.5. Run it in an empty folder."""
+"""How do quanda's metrics rate an Attributor? Run this file with quanda 0.5 in an empty folder."""
 
 import copy
 
@@ -10,11 +10,12 @@ from trak_core import Attributor
 
 
 class TrakCore(quanda.Explainer):
-    """A quanda explainer that uses an ``Attributor`` of all checkpoints; keywords are its settings.
+    """A quanda explainer that computes scores with an ``Attributor`` from all checkpoints.
 
-    With ``cache_dir``, features are stored in ``cache_dir/model_id``. They are reused for the same
-    weights, and other training data or settings are refused. Text tasks, inputs in a dict, random
-    augmentation, and ``self_influence`` with ``projection="exact"`` are not supported.
+    ``settings`` are keyword arguments of the ``Attributor``. With ``cache_dir``, features are
+    stored in ``cache_dir/model_id`` and reused for the same weights. It is an error if the training
+    data or the settings have changed. Text tasks, inputs in a dict, random augmentation, and
+    ``self_influence`` with ``projection="exact"`` are not supported.
     """
 
     accepted_tasks = ("image_classification",)
@@ -44,7 +45,7 @@ scans = scans.float() / 16
 wrong = [*range(0, 1200, 20)]  # training samples that get another label
 digits[wrong] = (digits[wrong] + torch.arange(60) % 9 + 1) % 10
 marked = [i for i in range(1, 1200, 2) if digits[i] == 0]
-scans[[*marked, *range(1500, 1797)], :4] = 1  # a shortcut: in training, only zeros have this mark
+scans[[*marked, *range(1500, 1797)], :4] = 1  # a shortcut: in training, this mark is only on zeros
 train = torch.utils.data.TensorDataset(scans[:1200], digits[:1200])
 asked, labels = scans[1200:], digits[1200:]
 
@@ -77,7 +78,8 @@ explainers = {
 print("               mislabelled  class  shortcut  LDS")
 for name, explainer in explainers.items():
     scores = explainer.explain(asked, predicted)
-    # Ranks, because the metric adds 1e-4 times the row to a self-influence, as a tie-break.
+    # To break ties, the metric adds 1e-4 times the row number to each self-influence. This could
+    # reorder small values, but it cannot reorder ranks.
     ranks = explainer.self_influence().argsort().argsort().float()
     metrics = [
         quanda.MislabelingDetectionMetric(model, train, wrong, precomputed_self_influence=ranks),

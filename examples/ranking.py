@@ -1,4 +1,4 @@
-"""Which pairs of wines, the stronger first, taught a network to rank other pairs?"""
+"""Which pairs of wines taught a network which wine of another pair is stronger?"""
 
 import torch
 from fit import fit
@@ -17,7 +17,7 @@ pairs = torch.where(swapped[:, None], pairs.flip(1), pairs)
 samples = TensorDataset(wines[pairs][:, :, 1:])  # without the alcohol itself
 
 
-# The loss is log(1 + exp(-f)).
+# f is the difference of two wines' points. The loss is log(1 + exp(-f)).
 order = ModelOutput(
     value=lambda points, _: points[0] - points[1],
     loss_weight=lambda points, _: torch.sigmoid(points[1] - points[0]),

@@ -1,8 +1,8 @@
-"""Make small data and weights for the configs of ready-made studies in this folder.
+"""Make small data sets and train models for the configs of ready-made studies in this folder.
 
-It makes scans of digits for `images.yaml` and wines for `tables.yaml`. If transformers is
-installed, it also makes sentences of three kinds for `texts.yaml` and `labelled_texts.yaml`. Run it
-in the repository's folder: `python examples/ready_made.py`.
+The data are scans of digits for `images.yaml`, and a table of wines for `tables.yaml`. If
+transformers is installed, sentences of three kinds are also made, for `texts.yaml` and
+`labelled_texts.yaml`. Run this file in the repository's folder: `python examples/ready_made.py`.
 """
 
 import itertools
@@ -27,14 +27,14 @@ _KINDS = {
 
 
 def scan_net(n_classes: int) -> nn.Module:
-    """Return a network for pictures of 8 x 8 pixels."""
+    """Return a network that classifies images of 8 x 8 pixels."""
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(512, n_classes)
     )
 
 
 def wine_net() -> nn.Module:
-    """Return a network for thirteen measurements."""
+    """Return a network that classifies rows of thirteen measurements."""
     return nn.Sequential(nn.Linear(13, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
@@ -48,7 +48,7 @@ def _save(model: nn.Module, x: Tensor, y: Tensor, path: Path) -> None:
 
 
 def make(folder: Path) -> None:
-    """Write images, a table, and two networks for each of the two, into a folder."""
+    """Write images and a table into a folder, and the weights of two networks for each."""
     digits, scans = load_digits(), folder / "scans"
     for i in range(200):
         place = scans / ("train" if i < 150 else "asked") / str(digits.target[i])
@@ -68,7 +68,7 @@ def make(folder: Path) -> None:
 
 
 def sentences() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Return training rows and targets (a fifth of all rows), each with id, label and text."""
+    """Return training rows and targets (a fifth of all rows), which have id, label and text."""
     rows = [
         {"id": f"{kind}-{i}", "label": kind, "text": f"the {' '.join(words)}"}
         for kind, parts in _KINDS.items()
@@ -79,7 +79,7 @@ def sentences() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
 
 
 def make_texts(folder: Path) -> None:
-    """Write sentences, a language model and a classifier into a folder."""
+    """Write sentences into a folder, and a language model and a classifier trained on them."""
     import tokenizers
     from transformers import (
         GPT2Config,

@@ -1,6 +1,7 @@
-"""Which images taught a network of timm to classify others, with timm's folders and transforms?
+"""Which images taught a network from timm to classify others? timm also reads the images.
 
-Needs timm and torchvision. Run it in any folder: images and weights are in `timm-out`.
+This example needs timm and torchvision. It can run in any folder, in which it writes images and
+weights to `timm-out`.
 """
 
 from pathlib import Path
@@ -23,7 +24,7 @@ for i, (pixels, digit) in enumerate(zip(*load_digits(n_class=3, return_X_y=True)
 
 model = timm.create_model("test_resnet", pretrained=False, num_classes=3)
 config = resolve_data_config({"input_size": (3, 32, 32)}, model=model)
-evaluated = create_transform(**config)  # without augmentation, which scores refuse
+evaluated = create_transform(**config)  # without augmentation, which fit() refuses
 train, test = (ImageDataset(f"timm-out/{part}", transform=evaluated) for part in ("train", "val"))
 checkpoints = []
 for seed in (0, 1):

@@ -351,7 +351,7 @@ def test_columns_come_in_the_order_of_the_ids(tmp_path):
         ("{'sign': [1, 2, 3]}", "study.column_name", ["sign"]),
         ("{3: [1, 2, 3]}", "study.column_name", ["3"]),
         ("{'a': [1, 2]}", "study.columns_length", ["2"]),
-        ("{'a': [1, 2, 3], 'b': [1]}", "study.columns_length", ["3 of a", "1 of b"]),
+        ("{'a': [1, 2, 3], 'b': [1]}", "study.columns_length", ["3 in a", "1 in b"]),
         ("{'a': ['x' * 300] * 3}", "study.column_text", ["300"]),
         ("{'a': [1, 2, 3]}", "study.columns_ids", ["d"]),
     ],

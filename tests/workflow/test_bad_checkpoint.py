@@ -101,7 +101,7 @@ CHECKPOINTS = {
         lambda path: save_changed(path, "2.bias", torch.tensor([float("nan")])),
         r"a checkpoint's weights must be finite\. Found NaN or infinity in 2\.bias\. Use",
     ),
-    "no file": (lambda path: None, r"a checkpoint must exist\. Found nothing there"),
+    "no file": (lambda path: None, r"must be a file or a folder\. Found nothing at this path"),
     "an empty file": (lambda path: path.write_bytes(b""), r"It begins with b''\. Copy it again"),
     "a pointer of Git LFS in place of safetensors": (
         lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\n"),

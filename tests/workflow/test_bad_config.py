@@ -250,7 +250,7 @@ TEXTS = {
     ),
     "unknown target": (
         at("experiments.mine.targets", ["patient-1"]),
-        r"experiment mine: Targets must be ids .* Found patient-1\. The data have 100 ids",
+        r"experiment mine: Targets must be ids .* Found patient-1\. The data contain 100 samples",
     ),
 }
 

@@ -1,7 +1,8 @@
-"""Read rows of samples from .jsonl, .json, .csv, .tsv and .parquet files, and from saved data sets.
+"""Read samples from .jsonl, .json, .csv, .tsv and .parquet files, and from saved data sets.
 
-Values are not converted: cells of .csv and .tsv stay texts, and values in JSON and Parquet keep
-their types. Callers use ``as_number`` and ``class_number`` where they need numbers.
+A sample is read as a row, which is a dict of fields. Values are not converted: cells of .csv and
+.tsv files are texts, and values from JSON and Parquet keep their types. Callers convert texts to
+numbers with ``as_number`` and ``class_number`` where they need numbers.
 """
 
 import csv
@@ -20,7 +21,7 @@ from trak_core.errors import InputError
 
 LINES, LIST, PARQUET = ".jsonl", ".json", ".parquet"
 _SPLITS = "dataset_dict.json"  # A folder with this file is a saved DatasetDict.
-# The separator of cells, by the ending of a table's file name.
+# The character that separates the cells of a table, by the ending of the file's name.
 TABLES = {".csv": ",", ".tsv": "\t"}
 SUFFIXES = (LINES, LIST, *TABLES, PARQUET)
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
@@ -29,7 +30,7 @@ _TRUTHS = {"true": 1, "false": 0}
 
 
 class _JsonFloat(float):
-    """A float from a JSON file. ``str`` returns the text in the file, such as "1.10" for 1.1."""
+    """A float from a JSON file, whose ``str`` is the text in the file, such as "1.10" for 1.1."""
 
     __slots__ = ("_text",)
     _text: str
@@ -50,10 +51,11 @@ class RowFile(Sequence[dict[str, Any]]):
     """The rows of one file, in order. Each row is a dict of its fields.
 
     Attributes:
-        path: The file.
+        path: The file or folder that contains the rows.
         rows: The fields of each row.
-        numbers: The number of the line in which each row begins, counted from 1. For files without
-            lines, such as Parquet, the number of the row. Empty for a folder of images.
+        numbers: The number of the line in which each row begins, counted from 1. If the file does
+            not consist of lines, as in Parquet, these are the numbers of the rows. If the rows are
+            the images in a folder, ``numbers`` is empty.
     """
 
     path: Path
@@ -68,11 +70,11 @@ class RowFile(Sequence[dict[str, Any]]):
 
     @property
     def noun(self) -> str:
-        """What ``numbers`` counts: "line" or "row"."""
+        """The word for the entries of ``numbers`` in messages: "line" or "row"."""
         return "line" if self.path.suffix in {LINES, *TABLES} else "row"
 
     def place(self, index: int) -> str:
-        """Return a text with the file and the line of row ``index``, for error messages."""
+        """Return the file and the line of row ``index`` as a text, for error messages."""
         if not self.numbers:
             return f"{self.path}, {self.rows[index].get('id', index)}"
         return f"{self.path}, {self.noun} {self.numbers[index]}"
@@ -80,9 +82,9 @@ class RowFile(Sequence[dict[str, Any]]):
     def column(self, name: str) -> list[Any]:
         """Return the value of the field ``name`` in each row, or None if a row lacks the field.
 
-        Values from .csv and .tsv files are texts. They are converted to integers if all values of
-        the field are integers in canonical form, and to floats if all are numbers in canonical
-        form. ``007`` and ``1.10`` are not in canonical form.
+        The texts in .csv and .tsv files are converted to integers or floats if this loses nothing:
+        every text in the column must be the text that Python writes for the number. For example,
+        ``007`` and ``1.10`` stay texts.
         """
         values = [row.get(name) for row in self.rows]
         if self.path.suffix not in TABLES:
@@ -98,21 +100,21 @@ class RowFile(Sequence[dict[str, Any]]):
     def ids(self) -> list[int] | list[str]:
         """Return the field ``id`` of each row, or 0, 1, 2, ... if no row has an id.
 
-        Ids from .csv and .tsv files are texts. They are converted to integers if all of them are
-        integers in canonical form. ``007`` is not in canonical form.
+        Ids from .csv and .tsv files are converted to integers if all of them are texts of 64-bit
+        integers without leading zeros. Otherwise, they stay texts.
 
         Raises:
             InputError: If only some rows have an id, if some ids are integers and others are texts,
-                if an id occurs twice, or if the field is named ``ID``. The error names the line.
+                if an id occurs twice, or if the field is named ``ID`` instead of ``id``.
         """
         if all(row.get("id") is None for row in self.rows):
             others = (name for name in self.rows[0] if name != "id")
             near = [name for name in others if name.strip().casefold() == "id"]
             if near:
                 raise InputError(
-                    f"{self.path}: ids must be in the field id. Found the field {near[0]!r}, which "
-                    "would be ignored. Rename it to id if it contains ids. Otherwise give it a "
-                    "name that does not resemble id. The rows then have the ids 0, 1, 2, ...",
+                    f"{self.path}: ids must be in the field `id`. Found the field {near[0]!r}. "
+                    "Rename it to id if it contains ids. Otherwise, give it a name that does not "
+                    "resemble id. The rows then have the ids 0, 1, 2, ...",
                     code="data.near_id",
                 )
             return list(range(len(self.rows)))
@@ -125,26 +127,27 @@ class RowFile(Sequence[dict[str, Any]]):
             if kind not in {int, str} or kind is not type(ids[0]) or value == "":
                 raise InputError(
                     f"{self.place(index)}: `id` must be an integer in every row, a text in every "
-                    f"row, or missing in every row. Found {value!r}. The first id is {ids[0]!r}.",
+                    f"row, or missing in every row. Found {value!r}. The first id is {ids[0]!r}. "
+                    "Change the ids that differ in type.",
                     code="data.mixed_ids",
                 )
             before = first.setdefault(value, index)
             if before != index:
                 raise InputError(
-                    f"{self.place(index)}: ids must be unique. Found {value!r}, already used at "
-                    f"{self.place(before)}.",
+                    f"{self.place(index)}: ids must be unique. Found {value!r}, which is also "
+                    f"the id at {self.place(before)}. Change one of the two ids.",
                     code="data.repeated_id",
                 )
         return ids
 
 
 class FromRow:
-    """A sample with the row from which it was made. Pages show the row, not the model's inputs.
+    """A sample that keeps the row from which it was made, because pages show the row to the user.
 
     Attributes:
         row: The fields of the row.
-        place: The line or the number of the row in its file, such as "line 2", or "" if unknown.
-        picture: A function that reads the row's image file as a PIL image, or None.
+        place: Where the row is in its file, such as "line 2", or "" if this is unknown.
+        picture: A function that returns the row's image as a PIL image. None without an image.
     """
 
     row: Mapping[str, Any]
@@ -155,31 +158,31 @@ class FromRow:
     def of(
         cls, row: Mapping[str, Any], values: Iterable[Any], picture: Callable[[], Any] | None = None
     ) -> Self:
-        """Return a sample with the entries ``values``, which were made from ``row``."""
+        """Return a sample with the entries ``values``, which the caller has made from ``row``."""
         sample = cls(values)  # pyright: ignore[reportCallIssue] -- of tuple or dict
         sample.row, sample.picture = row, picture
         return sample
 
     def replaced(self, values: Iterable[Any]) -> Self:
-        """Return a copy of the sample with the entries ``values``. Its row stays the same."""
+        """Return a sample with the entries ``values`` and the same row as this sample."""
         sample = type(self)(values)  # pyright: ignore[reportCallIssue] -- of tuple or dict
         vars(sample).update(vars(self))
         return sample
 
 
 class RowSample(FromRow, tuple[Any, ...]):
-    """A sample as a tuple of the model's inputs and then the label."""
+    """A sample as a tuple, which consists of the model's inputs and then the label."""
 
 
 class NamedRowSample(FromRow, dict[str, Any]):
-    """A sample as a dict of the model's inputs and ``labels``."""
+    """A sample as a dict, which contains the model's inputs by name and ``labels``."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowSamples(Sequence[Any]):
-    """The samples of a file. Each is made from its row by the function ``sample`` when accessed.
+    """The samples in a file. On each access, the function ``sample`` makes a sample from its row.
 
-    If ``sample`` raises an error, the message begins with the file and the line of the row.
+    If ``sample`` raises an ``InputError``, the message begins with the file and line of the row.
     """
 
     rows: RowFile
@@ -200,15 +203,15 @@ class RowSamples(Sequence[Any]):
 
 
 def read_rows(path: str | Path) -> RowFile:
-    """Return the rows of a file that ends in one of ``SUFFIXES``, or of a saved data set.
+    """Return the rows of a file whose name ends in one of ``SUFFIXES``, or of a saved data set.
 
-    A data set is a folder that ``save_to_disk`` of the package ``datasets`` wrote. In its
-    ``ClassLabel`` columns, the numbers of classes are replaced by their names, and -1 by None.
+    A saved data set is a folder that ``Dataset.save_to_disk`` of the package ``datasets`` wrote. In
+    its ``ClassLabel`` columns, the numbers of classes are replaced by their names, and -1 by None.
 
     Each line of a ``.jsonl`` file is a JSON object. A ``.json`` file is a list of such objects, or
     has the form of a ``.jsonl`` file. The first line of a ``.csv`` or ``.tsv`` file contains the
-    names of the fields, and all of its rows have the same number of cells. Text is UTF-8. Empty
-    lines are skipped.
+    names of the fields, and all of its rows have the same number of cells. Files of text must be in
+    UTF-8. Empty lines are skipped.
 
     Raises:
         InputError: If the file does not exist, has no rows, or has a line that cannot be read.
@@ -217,7 +220,7 @@ def read_rows(path: str | Path) -> RowFile:
     if not (file.is_file() or is_saved_dataset(file) or (file / _SPLITS).is_file()):
         raise InputError(
             "Rows must be in a file, or in a folder that Dataset.save_to_disk wrote. Found nothing "
-            f"at {path} (from {Path.cwd()}).",
+            f"at {path}. Correct this path. The working folder is {Path.cwd()}.",
             code="data.missing_rows",
         )
     try:
@@ -238,7 +241,9 @@ def read_rows(path: str | Path) -> RowFile:
             raise ValueError(f"{noun} {others[0]} is not a JSON object")
     except InputError:
         raise
-    except Exception as error:  # A damaged .parquet can raise any error, in several lines.
+    except (
+        Exception
+    ) as error:  # A damaged .parquet can raise any error, with several lines of text.
         reason = " ".join(str(error).split()).removesuffix(".")
         raise InputError(
             f"{path}: rows must be in .jsonl (one JSON object per line), .json (a list of "
@@ -249,7 +254,7 @@ def read_rows(path: str | Path) -> RowFile:
 
 
 def is_saved_dataset(folder: Path) -> bool:
-    """Return whether a folder contains a data set that ``datasets.Dataset.save_to_disk`` wrote."""
+    """Return whether ``datasets.Dataset.save_to_disk`` wrote a folder."""
     return all((folder / name).is_file() for name in ("state.json", "dataset_info.json"))
 
 
@@ -264,15 +269,15 @@ def _saved_rows(folder: Path) -> list[dict[str, Any]]:
     from datasets import ClassLabel, Dataset  # pyright: ignore[reportMissingImports] -- optional
 
     data = Dataset.load_from_disk(str(folder))
-    # A data set can be saved with a format that converts values or omits columns.
+    # The data set may have been saved with a format, which would convert values or omit columns.
     rows: list[dict[str, Any]] = data.with_format(None).to_list()
     for column, feature in data.features.items():
         if not isinstance(feature, ClassLabel):
             continue
         if any(as_number(name) not in {None, i} for i, name in enumerate(feature.names)):
             raise InputError(
-                f"{folder}: in the column {column}, the name of a class must not be the number of "
-                f"another class. Found the names {', '.join(feature.names)}. Save the data set "
+                f"{folder}: in the column {column}, a class must not have the number of another "
+                f"class as its name. Found the names {', '.join(feature.names)}. Save the data set "
                 f"with the numbers that training used: cast_column({column!r}, Value('int64')).",
                 code="data.class_names",
             )
@@ -285,8 +290,8 @@ def _saved_rows(folder: Path) -> list[dict[str, Any]]:
 def _parquet_rows(file: Path) -> list[dict[str, Any]]:
     from pyarrow import parquet  # pyright: ignore[reportMissingImports] -- optional
 
-    # pandas.read_parquet would convert integers to floats if a value is missing. If pandas wrote
-    # the file, it can have an index, which is not a field of the rows unless its name is id.
+    # pandas.read_parquet is not used, because it converts integers to floats if a value is missing.
+    # A file that pandas wrote can contain an index. It is not a field, unless its name is id.
     table = parquet.read_table(file)
     index = (table.schema.pandas_metadata or {}).get("index_columns", [])
     unread = [name for name in index if isinstance(name, str) and name != "id"]
@@ -294,10 +299,11 @@ def _parquet_rows(file: Path) -> list[dict[str, Any]]:
 
 
 def _without_none(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row without the keys with which Arrow fills the objects in its fields.
+    """Return a row without the keys that Arrow has added to the objects in its fields.
 
-    Arrow adds a key with the value None to an object if other objects have this key. As in TRL,
-    keys with None are removed, except the `content` of a message. The row's own fields are kept.
+    Arrow gives all objects of a column the same keys. If an object lacks a key, Arrow adds it with
+    the value None. As in TRL, keys with the value None are removed, except for the `content` of a
+    message. The fields of the row itself are kept.
     """
 
     def stripped(value: Any) -> Any:
@@ -310,7 +316,7 @@ def _without_none(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _numbered_rows(file: Path) -> Iterator[tuple[int, Any]]:
-    # Bytes are read, because read_text() would change line breaks in cells. The encoding utf-8-sig
+    # read_text() is not used, because it would change line breaks in cells. The encoding utf-8-sig
     # skips the byte order mark that spreadsheet programs write.
     written = file.read_bytes()
     if written[:2] == b"\x1f\x8b":
@@ -326,7 +332,7 @@ def _numbered_rows(file: Path) -> Iterator[tuple[int, Any]]:
     if file.suffix == LIST and text.lstrip()[:1] == "[":
         yield from enumerate(parsed_json(text), 1)
         return
-    # splitlines() would also split at other line separators, which texts in JSON can contain.
+    # splitlines() would also split at characters such as U+2028, which texts in JSON can contain.
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
@@ -336,18 +342,18 @@ def _numbered_rows(file: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _rows_of_table(text: str, separator: str) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield each row of a table, as the number of its first line and the dict of its fields.
+    """Yield a pair for each row of a table: the number of its first line, and its fields.
 
     Raises:
-        ValueError: If a row has wrong quotes or not as many cells as the header, or if a name in
-            the header occurs twice, or begins or ends with a space.
+        ValueError: If the quotes in a row are wrong, if its number of cells differs from that of
+            the header, or if a name in the header occurs twice or begins or ends with a space.
     """
     csv.field_size_limit(sys.maxsize)  # The default of 131,072 characters is too small for texts.
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     header, number = list[str](), 1
     try:
         for cells in reader:
-            # Spreadsheet programs can append empty cells to rows.
+            # Remove empty cells at the end of a row, which spreadsheet programs can write.
             while len(cells) > len(header) and not cells[-1]:
                 cells.pop()
             if cells and not header:
@@ -366,7 +372,7 @@ def _rows_of_table(text: str, separator: str) -> Iterator[tuple[int, dict[str, s
                     n = f"{len(cells)} cell{'s' * (len(cells) != 1)}"
                     raise ValueError(f"line {number} has {n}, but the header has {len(header)}")
                 yield number, dict(zip(header, cells, strict=True))
-            # A row can have several lines, because a quoted cell can contain line breaks.
+            # A row can extend over several lines, because a quoted cell can contain line breaks.
             number = reader.line_num + 1
     except csv.Error as error:
         raise ValueError(f"line {number} begins a row with wrong quotes: {error}") from error
@@ -381,11 +387,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parsed_json(line: str) -> Any:
-    """Return the value of a JSON text. Floats keep their text: ``str`` returns "1.10", not "1.1".
+    """Return the value of a JSON text. The ``str`` of a float is as in the text, such as "1.10".
 
     Raises:
-        ValueError: If the text is not JSON, is nested too deeply, or contains a field twice, a
-            number that is not finite, or half of a surrogate pair.
+        ValueError: If the text is not JSON or is nested too deeply, or if it contains the same
+            field twice, a number that is not finite, or half of a surrogate pair.
     """
     try:
         value = json.loads(
@@ -407,10 +413,11 @@ def parsed_json(line: str) -> Any:
 
 
 def as_number(value: Any) -> int | float | None:
-    """Return ``value`` as a finite number, or None if it is neither a number nor a number's text.
+    """Return a number, or the number that a text contains, or None for any other value.
 
-    A text must be a decimal number in Python's notation, such as "-1.5e3", or true (1) or false
-    (0), in upper or lower case. Thousands separators and decimal commas are not allowed.
+    The number must be finite. A text must be a decimal number in Python's notation, such as
+    "-1.5e3", or else true (1) or false (0), in upper or lower case. Thousands separators and
+    decimal commas are not allowed.
     """
     if isinstance(value, float):
         return value if math.isfinite(value) else None
@@ -423,13 +430,13 @@ def as_number(value: Any) -> int | float | None:
 
 
 def _is_whole(value: Any) -> bool:
-    """Return whether a value is the text of a 64-bit integer without leading zeros or "+"."""
+    """Return whether a value is a text of a 64-bit integer, without leading zeros or "+"."""
     is_short = isinstance(value, str) and _WHOLE.fullmatch(value) is not None
     return is_short and -(2**63) <= int(value) < 2**63
 
 
 def class_number(value: Any) -> int | None:
-    """Return a label as an integer if it is 0, 1, 2, ..., as a number or a text, else None."""
+    """Return the class number 0, 1, 2, ... that an integer or a text contains, else None."""
     if _is_whole(value):
         value = int(value)
     return value if type(value) is int and value >= 0 else None

@@ -1,21 +1,22 @@
 """Stages: the functions that run the jobs of the workflow.
 
-Each rule has a stage of the same name. ``stage_module`` in ``runtime/job.py`` returns the stage's
-module. A stage reads files, checks that they belong together, computes a result, and writes it
-atomically to the path in its first argument. These arguments have the same meaning in all stages:
+Each rule of the workflow has a stage of the same name. ``stage_module`` in ``runtime/job.py``
+returns the stage's module. A stage reads files, checks that they belong together, computes a
+result, and writes it atomically to the path in its first argument. These arguments have the same
+meaning in all stages:
 
     study_file    The study's Python file.
-    checkpoint    The file or folder with the weights.
+    checkpoint    The file or folder that contains the model's weights.
     spec          The settings that determine the result. Input files must have the same settings.
-    targets       Ids of the experiment's targets; None for all samples in the data.
-    question      A file with the experiment's targets; None if target_data() contains them.
+    targets       The ids of the experiment's targets. None means all samples in the data.
+    question      The file that contains the experiment's targets, or None for target_data().
     selected      At most one file from ``select_targets``, whose ids are used as ``targets``.
-    code          The digest of the stage's code, stored in the file's provenance.
-    device        ``auto``, ``cpu`` or ``cuda``, for gradients and the projection.
+    code          The digest of the stage's code, which is stored in the resulting file.
+    device        The device for gradients and the projection: ``auto``, ``cpu`` or ``cuda``.
     batch_size    The largest number of samples in a batch.
-    memory_mb     MiB for arrays. On CUDA, gradients and activations use the free GPU memory.
+    memory_mb     The memory for arrays in MiB, except for gradients and activations on a GPU.
     threads       The number of CPU threads for torch and for the projection.
 
 The last four arguments change results only by float32 rounding. If an ``InputError`` is raised, its
-message says which file, study or memory limit must be changed.
+message says which file, study or memory limit the user must change.
 """

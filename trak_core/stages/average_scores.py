@@ -1,4 +1,4 @@
-"""Average an experiment's scores over all checkpoints."""
+"""Combine the scores of all checkpoints into the scores of an experiment."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,13 +35,14 @@ _SIGN = (
 def _with_study_columns(
     table: dict[str, np.ndarray], study_file: Path | None, question: Path | None, name: str
 ) -> dict[str, np.ndarray] | pd.DataFrame:
-    """Return a table of samples with the columns that the study or the file ``question`` adds.
+    """Return a table of samples after adding their user-defined columns.
 
-    ``question`` is the file of the samples, if there is one, and ``name`` is the samples' split.
+    If the samples are in a file of rows, ``question`` is this file, and its fields are the columns.
+    Otherwise, the study defines the columns. ``name`` is the name of the samples' split.
     """
     if (question is None or question.suffix == ".py") and study_file is None:
         return table
-    # These modules import torch, so they are imported only if they are needed.
+    # These modules import torch, which takes seconds, so they are imported only here.
     from trak_core.study.sample_columns import columns_of
     from trak_core.study.study import Study
 
@@ -71,11 +72,14 @@ def average_scores(
 ) -> None:
     """Combine the similarities and loss weights of all checkpoints into an experiment's scores.
 
-    With ``keep: top_k``, the files ``checkpoint_scores`` contain no similarities, and ``features``
-    contains each checkpoint's features to compute them. ``top`` is the number of largest scores of
-    each sign to keep for each target. ``pool`` is the file of the scored samples if they are not
-    the training samples. Columns from this file, from ``question`` and from the study are added to
-    the tables. The file also stores ``columns`` (the meaning of labels and predictions),
+    With ``keep: top_k``, the files ``checkpoint_scores`` contain no similarities. They are computed
+    from ``features``, which then contains a file for each checkpoint. For each target, the ``top``
+    largest positive scores and as many negative scores are written to a table.
+
+    If the scored samples are not the training samples, ``pool`` is the file that contains them. The
+    tables of samples also contain the columns that this file, ``question`` and the study define.
+
+    The attributes of the file contain ``columns`` (the meaning of labels and predictions),
     ``defaults`` (the settings that the config leaves out) and ``output_words`` (the description of
     a user-defined model output).
     """
@@ -96,7 +100,7 @@ def average_scores(
         block = min(largest_block, fast_rows(n_targets))
         solved_size = (solved_dim or 0) * n_targets
         in_memory = holds_solved(need, block, memory_mb, len(parts), solved_size)
-        # Large blocks are faster if the solved targets must be read again for each block.
+        # If matrices must be read again for each block of rows, few large blocks are faster.
         if not in_memory:
             block = largest_block
         file_spec = spec.as_dict() | {
@@ -105,7 +109,7 @@ def average_scores(
         }
         made_from = [part.provenance for part in parts]
         provenance = software(code, "cpu", "numpy", "pandas", made_from=made_from)
-        # The tables contain outputs and predictions of the last checkpoint of each run.
+        # The outputs and predictions in the tables are from the last checkpoint of each run.
         ends = [parts[spec.checkpoints.index(checkpoint)] for checkpoint in spec.ends]
         targets, train = (sample_table(ends, side, block) for side in ("target", "train"))
         about = about_output({**(output_words or {}), "function": spec.features.model_output})
@@ -137,7 +141,7 @@ def average_scores(
                 values = writer.matrix("scores", train["id"], targets["id"], chunks=(1024, 64))
 
             def blocks() -> Iterator[tuple[int, np.ndarray]]:
-                """Yield the first row and the scores of each block, after writing the scores."""
+                """Compute and write the scores in blocks. Yield each first row and its block."""
                 for start, stop in blocks_with_progress(n_train, block, "training samples"):
                     combined = read_scores(start, stop).astype(np.float32)
                     if values is not None:
@@ -150,6 +154,6 @@ def average_scores(
             writer.table("targets", table, ["id"])
             table = _with_study_columns(train, study_file, pool, POOL if pool else TRAIN)
             writer.table("train", table, ["id"])
-            # `sign` is not searchable, because pandas's queries have a function of this name.
+            # pandas's queries have a function `sign`, so the column `sign` cannot be searched.
             searchable = ["target_id", "rank", "train_id", "score"]
             writer.table("top_influences", influence_table(kept, train, targets), searchable)

@@ -1,8 +1,8 @@
-"""Compare the effects of removing chosen training samples and random ones.
+"""Compare the effect of removing chosen training samples with that of removing random samples.
 
-For a target, models are retrained without the samples that help it most, and the change in the
-target's output is measured. For a list, models are retrained without the list's samples, or only on
-them, and the accuracy and loss on all targets are measured.
+For a target, models were retrained without the samples that help it most, and the change in the
+target's model output is measured. For a list, models were retrained without the listed samples, or
+only on them, and the accuracy and the loss on all targets are measured.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,11 +29,11 @@ from trak_core.runtime.files import file_digest
 from trak_core.settings import RetrainedSpec
 from trak_core.stages._shared import embeddings_hashes, naming_in_file, positions
 
-# The name of the subset with all training samples. LESS joins the names of two subsets in the name
-# of their difference, such as "top less random".
+# EVERYTHING is the name of the subset that contains all training samples. LESS stands between the
+# names of two subsets in the name of their difference, such as "top less random".
 EVERYTHING, LESS = "everything", " less "
-# The range of values of each measure. A difference ranges from minus the upper bound to the upper
-# bound.
+# The smallest and the largest possible value of each measure. Differences between two values are at
+# least minus the largest value.
 _BOUNDS = {"accuracy": (0.0, 1.0), "flips": (0.0, 1.0), "target_loss": (0.0, np.inf)}
 
 
@@ -51,12 +51,12 @@ def compare_removals(
 
     ``docs/reference/files.md`` describes the tables.
 
-    The keys of ``naming`` are the methods that chose the samples: the kind of a list, or ``top``
-    (by score), ``random`` and baselines. Each value is a list with the argument ``naming`` of each
-    retraining job. ``retrained`` contains the files of these jobs in the same order. They were made
-    for ``spec``, except for ``subsets``. ``named_by`` contains the file of the list, or the
-    embeddings for the baseline ``embedding_cosine``. ``scores`` is a file of scores for the
-    measured targets.
+    The keys of ``naming`` are the methods by which the removed samples were chosen: the kind of a
+    list, or ``top`` (the largest scores), ``random`` and baselines. The value for a method is a
+    list that contains the argument ``naming`` of each of its retraining jobs. ``retrained``
+    contains the files from these jobs in the same order. Their settings are ``spec``, except for
+    ``subsets``. ``named_by`` contains the file of the list, or else the embeddings for the baseline
+    ``embedding_cosine``. ``scores`` is the file with the scores and labels of the targets.
     """
     with open_artifact(scores, SCORES) as file:
         targets, scores_hash = file.table("targets"), file.content_hash
@@ -108,10 +108,10 @@ def compare_removals(
 def _by_subset(
     by: str, parts: Sequence[np.ndarray], spec: RetrainedSpec, n_sizes: int
 ) -> dict[str, np.ndarray]:
-    """Return the models' values by subset, as arrays of shape (sizes, draws, seeds, targets).
+    """Return arrays of shape (sizes, draws, seeds, targets) by the name of the subset.
 
-    ``parts`` contains an array of shape (models, targets) for each job. The models are in the order
-    in which ``retrain`` trains them.
+    ``parts`` contains an array for each retraining job of the method ``by``, such as model outputs,
+    of shape (models, targets). The models are in the order in which ``retrain`` trains them.
     """
     if spec.subsets == "list":
         values = np.stack(parts, axis=1)[:, None]
@@ -122,8 +122,8 @@ def _by_subset(
         values = part.reshape(-1, spec.seeds, part.shape[1])
         random = values[1:].reshape(n_sizes, spec.draws, *values.shape[1:])
         return {EVERYTHING: values[:1, None], "random": random}
-    # A job removes samples separately for each of its targets. The diagonal contains each target's
-    # values for the models that were trained without the samples chosen for this target.
+    # A job trains models for each of its m targets, and measures the outputs of all m targets. Only
+    # the outputs of a model's own target are kept, which are on the diagonal.
     values = []
     for part in parts:
         m = part.shape[1]
@@ -134,12 +134,13 @@ def _by_subset(
 def measures(
     about: About, outputs: np.ndarray, predictions: np.ndarray, labels: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Return measures of retrained models by name, as float64 arrays shaped like ``outputs``.
+    """Return the measures of retrained models for the samples in a list, by name.
 
-    ``output`` is the model output f. For classes, ``accuracy`` is 1 if the prediction equals the
-    label, else 0, and ``target_loss`` is -log p(label) = log(1 + exp(-f)). For regression,
-    ``target_loss`` is half the squared error. For other model outputs, the loss cannot be computed
-    from f. Outputs and predictions have shape (..., targets), and labels have shape (targets,).
+    Each measure is a float64 array of the same shape as ``outputs``. ``output`` is the model output
+    f. If labels are classes, ``accuracy`` is 1 if the prediction equals the label, else 0, and
+    ``target_loss`` is -log p(label) = log(1 + exp(-f)). For regression, ``target_loss`` is half the
+    squared error. For other model outputs, the loss is left out, as f does not determine it.
+    ``outputs`` and ``predictions`` have shape (..., targets), and ``labels`` has shape (targets,).
     """
     f = outputs.astype(np.float64)
     if about.labels_are_classes:
@@ -155,10 +156,10 @@ def effects(
 ) -> dict[str, np.ndarray]:
     """Return the effects of removing samples on model outputs and predictions, by name.
 
-    ``before`` and ``predicted_before`` are from models trained on all samples with the same seeds.
-    ``change`` is the change in the model output. If predictions are classes, ``flips`` is 1 where a
-    prediction has changed, else 0. If ``outputs`` is ``before`` itself, the only measure is
-    ``output``, the model output.
+    ``before`` and ``predicted_before`` are the outputs and predictions of models that were trained
+    on all samples with the same seeds. ``change`` is the change in the model output. If predictions
+    are classes, ``flips`` is 1 where the prediction has changed, else 0. If ``outputs`` is the
+    array ``before`` itself, nothing was removed, and the only measure is ``output``.
     """
     if outputs is before:
         return {"output": before.astype(np.float64)}
@@ -171,16 +172,16 @@ def effects(
 def removal_tables(
     values: Mapping[str, Mapping[str, np.ndarray]], sizes: Sequence[int], target_ids: Sequence[Any]
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Return a table of means over seeds and targets, and a table of the means for each target.
+    """Return a table of means over seeds and targets, and a table of means over seeds by target.
 
-    ``values`` contains an array of shape (sizes, draws, seeds, targets) for each subset and
-    measure. The subset ``everything`` has one size, 0. The first other subset is compared with each
-    of the remaining ones. Differences are between models with the same seed, so that effects of the
-    seed cancel.
+    ``values`` maps names of subsets and then of measures to arrays of shape (sizes, draws, seeds,
+    targets). The subset ``everything`` has only the size 0. The first other subset is compared with
+    each of the remaining ones. Differences are computed between models that were trained with the
+    same seed, because the effect of the seed then cancels.
     """
     summary, targets = [], []
     for measure in dict.fromkeys(name for of_subset in values.values() for name in of_subset):
-        # For each seed, values are averaged over the draws of random samples.
+        # Arrays of shape (sizes, seeds, targets), averaged over the random draws of samples.
         means = {
             subset: of_subset[measure].mean(axis=1)
             for subset, of_subset in values.items()

@@ -34,10 +34,10 @@ def compute_features(
     memory_mb: int,
     threads: int,
 ) -> None:
-    """Write the features of a split, or only of the samples in one ``shard`` of it.
+    """Write the features of all samples in a split, or of those in one of ``n_shards`` shards.
 
-    Shards are numbered from 1 to ``n_shards``. Their number changes the features only by float32
-    rounding.
+    ``shard`` is the number of the shard, counted from 1. ``n_shards`` changes the features only by
+    float32 rounding.
     """
     torch.set_num_threads(threads)
     study = Study.load(study_file)

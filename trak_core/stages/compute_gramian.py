@@ -1,4 +1,4 @@
-"""Compute the inner products of gradients that are not projected."""
+"""Compute exact inner products of gradients, without a projection."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,8 +31,9 @@ def compute_gramian(
 ) -> None:
     """Write the inner products of training gradients with each other, or with target gradients.
 
-    These are gradients of the model output. With ``spec.label_draws``, inner products of loss
-    gradients for drawn labels are also written. See ``inner_products``.
+    The gradients are those of the model output. If ``spec.label_draws`` is positive, the file also
+    contains inner products with gradients of the loss for labels that are drawn from the model's
+    predictions, as ``inner_products`` documents.
     """
     torch.set_num_threads(threads)
     study = Study.load(study_file)

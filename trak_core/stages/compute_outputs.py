@@ -1,4 +1,4 @@
-"""Compute model outputs of targets, or embeddings of all samples, with one checkpoint."""
+"""Compute the model outputs of targets, or the embeddings of all samples, with one checkpoint."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -33,8 +33,8 @@ def compute_outputs(
 ) -> None:
     """Write the label, model output and prediction of each sample in ``target_data()``.
 
-    Except for rounding, the values equal those in a file of features. No gradients are computed, so
-    batches can be larger than for features.
+    Except for rounding, these are the values that a file of features also contains. This stage
+    computes no gradients, so its batches can be larger.
     """
     torch.set_num_threads(threads)
     study = Study.load(study_file)
@@ -71,7 +71,8 @@ def compute_outputs(
         writer.vector("predictions", predictions.numpy())
 
 
-# Samples are sorted by length in groups of this size. The embeddings of one group are in memory.
+# The number of samples that are sorted by length together. Their embeddings stay in memory until
+# all of them can be written in the original order.
 _WINDOW = 1024
 
 
@@ -86,9 +87,10 @@ def compute_embeddings(
     batch_size: int,
     threads: int,
 ) -> None:
-    """Write the input of the model's last linear layer for all training samples and targets.
+    """Write the embeddings of all training samples and targets.
 
-    The frames ``train`` and ``targets`` have shape (samples, width of the layer's input).
+    An embedding is the input of the model's last linear layer. The matrices ``train`` and
+    ``targets`` in the file have shape (samples, width of this input).
     """
     torch.set_num_threads(threads)
     study = Study.load(study_file)

@@ -39,7 +39,7 @@ from trak_core.stages._shared import PER_SAMPLE, open_made_for
 def compute_normal_matrix(
     *, normal_matrix: Path, features: Path, spec: NormalSpec, code: str, memory_mb: int
 ) -> None:
-    """Write the normal matrix of one checkpoint's features, as ``write_normal_matrix`` does."""
+    """Write the normal matrix of a checkpoint's features, as ``write_normal_matrix`` defines it."""
     with open_artifact(features, FEATURES) as train:
         write_normal_matrix(normal_matrix, train, spec, code=code, memory_mb=memory_mb)
 
@@ -56,19 +56,18 @@ def compute_scores(
     code: str,
     memory_mb: int,
 ) -> None:
-    """Write the similarities A_c = Phi_c (Phi_c^T W_c Phi_c + ridge_c I)^-1 T_c^T of a checkpoint.
+    """Write the similarities A_c = Phi_c (Phi_c^T W_c Phi_c + ridge_c I)^-1 T_c^T of checkpoint c.
 
     The rows of Phi_c are the training features phi_i, the rows of T_c are the target features, and
-    W_c is the diagonal matrix of weights w_i. ridge_c is damping * mean_i w_i |phi_i|^2. With
+    W_c is the diagonal matrix of the weights w_i. ridge_c is damping * mean_i w_i |phi_i|^2. With
     ``spec.normalize``, each phi_i is divided by its norm. An ``InputError`` is raised if the matrix
     to invert is singular.
 
-    With ``keep="full"``, A_c is written. With ``keep="top_k"``, only the solved targets are
-    written, which are the product without the first factor Phi_c. ``average_scores`` then
-    multiplies them by Phi_c.
+    With ``keep="full"``, the whole product A_c is written. With ``keep="top_k"``, the first factor
+    Phi_c is left out to save space, and ``average_scores`` multiplies by it later.
 
     ``pool`` is a file with features of samples on which the models were not trained. If it is
-    given, these features are the first factor Phi_c, and ``keep`` must be ``top_k``.
+    given, the first factor contains these features, and ``keep`` must be ``top_k``.
     """
     with ExitStack() as stack:
         train_file = stack.enter_context(open_artifact(train_path, FEATURES))
@@ -111,15 +110,16 @@ def compute_exact_scores(
     code: str,
     memory_mb: int,
 ) -> None:
-    """Write the exact similarities A_c = (K_c W_c + ridge_c I)^-1 K_c,t of one checkpoint.
+    """Write the exact similarities A_c = (K_c W_c + ridge_c I)^-1 K_c,t of checkpoint c.
 
-    K_c, which is in ``train_path``, contains the inner products of training gradients. K_c,t, which
-    is in ``targets_path``, contains the inner products of training and target gradients. With
-    ``label_draws``, both have additional rows (see ``DampedGradients``). W_c is the diagonal matrix
-    of weights w_i, and ridge_c is damping * mean_i w_i K_c[i, i].
+    The file ``train_path`` contains the matrix K_c of the inner products of training gradients. The
+    file ``targets_path`` contains the matrix K_c,t of the inner products of training and target
+    gradients. With ``label_draws``, both matrices have additional rows, which ``DampedGradients``
+    documents. W_c is the diagonal matrix of the weights w_i, and ridge_c is
+    damping * mean_i w_i K_c[i, i].
 
     Similarities from projected gradients converge to A_c as ``proj_dim`` grows. With
-    ``spec.normalize``, training gradients are divided by their norm in K_c and K_c,t. An
+    ``spec.normalize``, each training gradient in K_c and K_c,t is divided by its norm. An
     ``InputError`` is raised if the matrix to invert is singular.
     """
     with (
@@ -145,9 +145,9 @@ def compute_exact_scores(
 
 
 def _write_samples(writer: Writer, train: Artifact, targets: Artifact, norm: float | None) -> None:
-    """Write the ids, labels, outputs and predictions of all samples, loss weights, and ``norm``.
+    """Write the ids, labels, model outputs, predictions and loss weights of samples, and ``norm``.
 
-    ``norm`` is the norm by which the scores of this checkpoint are divided, or None.
+    The scores of the checkpoint are divided by ``norm``, unless it is None.
     """
     writer.vector("loss_weights", train.vector("loss_weights"))
     if norm is not None:
@@ -167,7 +167,7 @@ def compute_self_influence(
     code: str,
     memory_mb: int,
 ) -> None:
-    """Write a table with the self-influence of each training sample."""
+    """Write a table with the self-influence of each training sample (see ``self_influences``)."""
     import pandas as pd  # The other stages in this module do not need pandas.
 
     columns, file_spec = self_influences(features, normal_matrices, spec, memory_mb)

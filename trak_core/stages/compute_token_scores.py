@@ -1,4 +1,4 @@
-"""Split the largest scores of an experiment into contributions of tokens and of layers."""
+"""Split an experiment's largest scores into contributions of tokens and into those of layers."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,7 +32,7 @@ from trak_core.stages._shared import open_made_for, positions
 from trak_core.study.read_targets import split_of
 from trak_core.study.study import Study
 
-# The number of targets, and for each target the number of positive and of negative scores to split.
+# The largest number of targets, and for each target the number of scores of each sign to split.
 _TARGETS, _EACH = 100, 10
 
 
@@ -55,22 +55,25 @@ def compute_token_scores(
 ) -> None:
     """Split the largest scores into contributions of the tokens in both texts, and of the layers.
 
-    The score from one checkpoint is the inner product of the training sample's gradient and a
-    vector, which is the target's features times the inverse normal matrix, projected back to the
-    parameters. The gradient is a sum over the positions in the text. The score of a token is the
-    inner product with the term of its position. The score of a layer is the inner product over only
-    the layer's parameters. The target's tokens are scored in the same way, with the training
-    sample's features projected back.
+    A checkpoint's score of a training sample for a target is an inner product of two vectors. The
+    first is the training sample's gradient. The second is computed from the target's features: they
+    are multiplied by the inverse normal matrix, and then by the transposed projection matrix, which
+    gives a vector as long as the gradient.
 
-    For each of the first 100 targets, the ten largest scores of each sign are split. Targets whose
-    scores are all 0 are skipped. ``checkpoints``, ``train_paths``, ``targets_paths`` and
-    ``normal_matrices`` are in the order of the spec's checkpoints.
+    The gradient is a sum over the positions in the training text. The contribution of a token is
+    the inner product of the term for its position with the second vector. The contribution of a
+    layer is the part of the inner product that belongs to the layer's parameters. The contributions
+    of the target's tokens are computed in the same way, with the two samples exchanged.
+
+    The ten largest scores of each sign are split, for each of the first 100 targets that have a
+    score other than 0. ``checkpoints``, ``train_paths``, ``targets_paths`` and ``normal_matrices``
+    are in the order of ``spec.checkpoints``.
     """
     torch.set_num_threads(threads)
     with open_made_for(scores, SCORES, spec) as file:
         top, target_ids = file.table("top_influences"), file.table("targets")["id"].tolist()
         scores_hash, made_from = file.content_hash, [file.provenance]
-    # The table has no row for a target whose scores are all 0.
+    # If all scores for a target are 0, the table contains no row for it.
     with_scores = set(top["target_id"].tolist())
     target_ids = [sample_id for sample_id in target_ids if sample_id in with_scores][:_TARGETS]
     is_split = top["target_id"].isin(target_ids) & (top["rank"] <= _EACH)
@@ -119,13 +122,11 @@ def compute_token_scores(
 
 
 def _read_rows(features: Artifact, rows: Sequence[int]) -> np.ndarray:
-    """Return some rows of a file of features as float64. ``rows`` may be in any order."""
     values = features.matrix("features")
     return np.stack([values[row] for row in rows]).astype(np.float64)
 
 
 def _print_accuracy(top: pd.DataFrame, tokens: pd.DataFrame, layers: pd.DataFrame) -> None:
-    """Print the largest difference between a score and the sum over its tokens or its layers."""
     pair = ["target_id", "train_id"]
     scores = top.set_index(pair)["score"]
     sums = tokens.pivot_table("score", pair, "side", "sum")

@@ -1,4 +1,4 @@
-"""Write pages of targets with their most influential training samples, and pages of lists."""
+"""Write HTML pages: of targets with their most influential training samples, and of lists."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -29,15 +29,15 @@ from trak_core.study.read_targets import split_of
 from trak_core.study.show_samples import SHORTENED, Picture, are_drawn, short_text, show_sample
 from trak_core.study.study import Study
 
-# The largest number of targets on a page. Pages are also limited by their size in bytes.
+# The largest number of targets on a page. The size of the page in bytes is limited, too.
 _MAX_TARGETS = 20_000
 
-# The page of a list shows this number of rows, and this number of characters of each text.
+# The largest number of rows on the page of a list, and of characters of each text on it.
 _N_ROWS, _CHARACTERS = 100, 600
-# The page of a list can be filtered by label if the list has at most this number of labels.
+# The page of a list can be filtered by label, unless there are more different labels than this.
 _N_LABELS = 40
 _NUMBERS = ("harm", "help", "score", "self_influence", "output", "closeness", "cosine")
-# Decimal numbers of more than _LONG characters are rounded to four digits.
+# The page of a list rounds decimal numbers with more than _LONG characters to four digits.
 _DECIMAL, _LONG = re.compile(r"-?\d+\.\d+(e[+-]?\d+)?"), 8
 _CLASSES = ("label", "suggested_label", "prediction", "other_label")
 # Columns that the page of a list shows in another form, or that only the CSV contains.
@@ -45,7 +45,6 @@ _SHOWN_ELSEWHERE = ("id", "rank", "other_id", "among", "worth_a_look", "output_s
 
 
 def _texts(study: Study, split: Split, name: str) -> pd.DataFrame:
-    """Return a table with the id and the beginning of the text of each sample."""
     rows = blocks_with_progress(len(split.ids), 1, f"texts of {name}")
     texts = [short_text(study, split.ids[row], split.samples[row]) for row, _ in rows]
     return pd.DataFrame({"id": split.ids, "text": texts})
@@ -56,7 +55,8 @@ def _write_texts(
 ) -> None:
     scores = page.experiment
     influential = scores.attributes["influential"]
-    # Without describe(), samples have no texts, and only those on the page are read and printed.
+    # Without describe(), the texts are the printed values of samples, which are less useful. To
+    # save time, only the samples on the page are then read.
     if not study.has("describe"):
         shown = scores.tables["targets"]["id"].tolist()[: len(page.targets)]
         targets, influential = targets.take(shown), scores.tables["top_influences"]["train_id"]
@@ -82,13 +82,13 @@ def draw_influences(
     """Write a page of an experiment's targets, and a file of texts.
 
     The HTML page ``answer`` shows the targets with their most influential training samples. The
-    file ``texts`` contains the beginnings of the texts of targets and of the training samples in
-    ``top_influences``. If the study has no ``describe(sample)``, the file contains the printed
-    values of the samples on the page.
+    study's ``draw`` and ``describe`` determine how samples are shown. The file ``texts`` contains
+    the shortened texts of the targets and of the training samples in the table ``top_influences``.
+    Without ``describe``, the texts are the printed values of only the samples on the page.
 
-    ``self_influence`` and ``token_scores`` contain at most one file each. With a file of token
-    scores, tokens are coloured by their scores. If the study has no ``token_texts(sample)``, the
-    ids of tokens are shown. The study's ``draw`` and ``describe`` determine how samples look.
+    ``self_influence`` and ``token_scores`` contain at most one file each. If there is a file of
+    token scores, the page colours tokens by their scores. If the study does not define
+    ``token_texts``, the page shows token ids instead of the texts of tokens.
     """
     study = Study.load(study_file)
     train = study.split(TRAIN, None)
@@ -126,14 +126,15 @@ def show_list(
     study_file: Path,
     code: str,
 ) -> None:
-    """Write a page with pictures or texts of the samples in a list's first 100 rows.
+    """Write a page with pictures or texts of the samples in the first 100 rows of a list.
 
-    The samples are from the file ``pool``, or by default from the training data. A duplicate is
-    shown together with the other sample of its pair, which may be a target of ``experiment``. If
-    ``question`` is given, it is the file of these targets. For a list of suspects, ``scores``
-    contains the file of scores. The study's ``draw`` and ``describe`` determine how samples look.
+    The samples are read from the file ``pool`` if it is given, and else from the training data. A
+    duplicate is shown together with the sample that it duplicates, which may be a target of
+    ``experiment``. ``question`` is the file that contains these targets, or None if the study
+    contains them. For a list of suspects, ``scores`` contains the file of scores. The study's
+    ``draw`` and ``describe`` determine how samples are shown.
     """
-    # Cells are read as texts, so that the page shows the numbers that are in the CSV.
+    # Cells are read as texts, so that the page shows numbers exactly as they are in the CSV file.
     rows = pd.read_csv(listed, dtype=str, keep_default_na=False, encoding="utf-8")
     study = Study.load(study_file)
     train = study.split(TRAIN, None)
@@ -173,7 +174,7 @@ def show_list(
             among = "train" if row["among"] == TRAIN else "target"
             entry["samples"].append((among, *others[row["among"]][row["other_id"]]))
         entries.append(entry)
-    # Labels are sorted by their length first, so that class 10 comes after class 9.
+    # Labels are sorted by length first, so that class 10 comes after class 9.
     labels = sorted({entry["label"] for entry in entries}, key=lambda text: (len(text), text))
     n_looks = rows["worth_a_look"].tolist().count("1") if "worth_a_look" in rows else 0
     files = [read_experiment(path, path.parents[1], 0, 0, train) for path in scores]
@@ -201,7 +202,7 @@ def show_list(
 
 
 def _facts(row: Mapping[str, str], *, classes: bool) -> list[tuple[str, str]]:
-    """Return the names and values of the columns of a list's row to show, with labels first."""
+    """Return names and values of the columns to show for a row of a list, with labels first."""
     labels = [name for name in _CLASSES if name in row]
     others = [name for name in row if name not in _SHOWN_ELSEWHERE and name not in labels]
     facts = []

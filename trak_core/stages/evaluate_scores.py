@@ -69,10 +69,11 @@ from trak_core.stages._shared import (
 def _passes(
     settings: Sequence[Setting], configured: Setting, spec: ScoresSpec
 ) -> list[FeaturePass]:
-    """Return the passes over the stored features that compute the scores for all ``settings``.
+    """Return the passes over the stored features that are needed to compute scores.
 
-    If runs have several checkpoints, the first pass reads only the features of each run's last
-    checkpoint. It uses the default settings for runs with one checkpoint.
+    The passes compute the scores for all ``settings``. If training runs have several checkpoints,
+    an additional first pass computes a baseline from only the last checkpoint of each run, with the
+    default settings for runs that have one checkpoint.
     """
     unit_dim = configured.proj_dim if spec.normalize else None
     passes = []
@@ -82,8 +83,8 @@ def _passes(
         draws = spec.features.label_draws
         weighting = Weighting.PLAIN if draws else usual_weighting(combine, output)
         passes.append(FeaturePass([ends], spec.ends, weighting, unit_dim))
-    # Rows are normalized after selecting their first dimensions, so each proj_dim needs its own
-    # pass.
+    # Features for a smaller proj_dim are the first dimensions of the stored features. They are
+    # normalized after the dimensions are selected, so that each proj_dim needs its own pass.
     dims = sorted({setting.proj_dim for setting in settings}) if spec.normalize else [None]
     for dim in dims:
         same_dim = [setting for setting in settings if dim in (None, setting.proj_dim)]
@@ -101,10 +102,13 @@ def _feature_sums(
     *,
     gradient_dot: bool,
 ) -> tuple[list[dict[Setting, np.ndarray]], np.ndarray | None]:
-    """Return the sums of scores over each subset, by setting, for each pass.
+    """Compute the sums of scores over each subset of training samples.
 
-    The second result contains the same sums for the baseline ``gradient_dot``, or is None.
     ``files`` contains each checkpoint's training features, target features and scores.
+
+    Returns:
+        For each pass, the sums for each of its settings. Also the sums for the baseline
+        ``gradient_dot``, or None without this baseline.
     """
     is_probability = about_output(spec.features.model_output).weight_is_probability
     totals: list[dict[Setting, np.ndarray]] = [{} for _ in passes]
@@ -164,14 +168,14 @@ def evaluate_scores(
 ) -> None:
     """Compare sums of scores over subsets with the outputs of models retrained on these subsets.
 
-    Baselines are compared in the same way. ``baselines`` can contain random, same_class,
+    Baselines are evaluated in the same way. ``baselines`` can contain random, same_class,
     gradient_dot, embedding_cosine and bm25.
 
-    ``train_paths`` and ``targets_paths`` contain each checkpoint's features, or are empty if no
-    setting or baseline needs features. ``embeddings`` contains the embeddings of each run's last
-    checkpoint, for the baseline ``embedding_cosine``. ``retrained_spec`` is None if ``retrained``
-    contains a user's file. ``sweep`` contains values for each field of ``Setting`` except
-    ``combine``.
+    ``train_paths`` and ``targets_paths`` contain a file of features for each checkpoint, or are
+    empty if no setting and no baseline needs features. ``embeddings`` contains the embeddings of
+    each run's last checkpoint, which the baseline ``embedding_cosine`` needs. ``retrained_spec``
+    contains the settings of the files ``retrained``, or is None if the user provides these files.
+    ``sweep`` contains the values to try for the fields of ``Setting`` except ``combine``.
     """
     assert spec.loss_weight_power is not None
     projection = spec.features.projection
@@ -269,10 +273,12 @@ def evaluate_scores(
 def read_ground_truth(
     paths: Sequence[Path], train_ids: list[Any], target_ids: list[Any], spec: RetrainedSpec | None
 ) -> GroundTruth:
-    """Return the subsets and the outputs of the retrained models in all files.
+    """Read the subsets and the outputs of retrained models from all files in ``paths``.
 
-    Columns are in the order of ``train_ids`` and ``target_ids``. The files must have been made for
-    ``spec``, which is None for a user's file.
+    ``spec`` contains the settings of these files, or is None if the user provides the files.
+
+    Returns:
+        The joined data, with columns in the order of ``train_ids`` and ``target_ids``.
     """
     parts, source = [], []
     for path in paths:

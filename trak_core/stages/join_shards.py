@@ -28,7 +28,7 @@ def _without_shard(spec: dict) -> dict:
 
 
 def _check(parts: Sequence[Artifact], spec: FeaturesSpec) -> None:
-    """Raise an error if shards were not made for ``spec``, do not match, or are in wrong order."""
+    """Raise an error unless shards have the settings ``spec``, fit together and are in order."""
     first_row, first = 0, parts[0]
     for number, part in enumerate(parts, start=1):
         check_made_for(part, spec, may_be_shard=True)
@@ -36,7 +36,7 @@ def _check(parts: Sequence[Artifact], spec: FeaturesSpec) -> None:
         check_same(f"specification of {first.path}", *specs, part)
         stop = first_row + len(part.vector("sample_ids"))
         expected = {"number": number, "of": len(parts), "rows": [first_row, stop]}
-        # The file of a whole split's features is of the same kind, but has no key `shard`.
+        # A file with the features of a whole split has the same format, but no key `shard`.
         shard = part.spec.get("shard") or {}
         check_same("order of shards", expected, {key: shard.get(key) for key in expected}, part)
         samples = first.spec["shard"].get("made_of"), shard.get("made_of")
@@ -45,14 +45,14 @@ def _check(parts: Sequence[Artifact], spec: FeaturesSpec) -> None:
 
 
 def join_shards(*, features: Path, shards: Sequence[Path], spec: FeaturesSpec, code: str) -> None:
-    """Write the features of a whole split from its shards, as ``compute_features`` would."""
+    """Join the shards of a split's features into the file that one job would have written."""
     with ExitStack() as stack:
         parts = [stack.enter_context(open_artifact(path, FEATURE_SHARD)) for path in shards]
         _check(parts, spec)
         first = parts[0]
         ids = np.concatenate([part.vector("sample_ids") for part in parts])
         sources = [part.provenance for part in parts]
-        # Shards may have been computed on different machines. The provenance lists all of them.
+        # If the shards were computed on different machines, the provenance lists all of them.
         provenance = {
             key: ", ".join(sorted({str(source[key]) for source in sources if key in source}))
             for key in sorted(set().union(*sources))

@@ -1,8 +1,8 @@
 """Check a study before the first job: its functions, model, ids, labels, targets and checkpoints.
 
 ``config.preflight`` runs this module as a script in another process, so that Snakemake imports
-neither torch nor the study's code. The script reads its arguments from a JSON file and writes its
-result to another one.
+neither torch nor the study's code. The script reads the arguments of ``preflight_study`` from a
+JSON file, and writes the result to another JSON file.
 """
 
 import inspect
@@ -55,13 +55,13 @@ _LABEL_SECONDS = 10.0
 
 
 class StudyModel:
-    """A study's model on the CPU, from which names, shapes and the number of classes are read.
+    """A study's model on the CPU, for checking names, shapes and the number of classes.
 
     With ``without_numbers``, the model is built in torch's ``FakeTensorMode``. Fake tensors have
-    shapes and dtypes but no storage, so even a large model takes little time and memory. Some
-    models do not work with fake tensors, for example because of ``model.bfloat16()``, PEFT, or a
-    forward pass that branches on values. A call that fails with fake tensors is repeated with the
-    real model, so every error is from the real model.
+    shapes and dtypes but no storage, so that checking a large model takes little time and memory.
+    Some models do not work with fake tensors, for example because of ``model.bfloat16()``, PEFT, or
+    a forward pass that branches on values. If a call fails with fake tensors, it is repeated with
+    the real model, so that users see only errors of the real model.
     """
 
     def __init__(self, study: Study, model_output: str, *, without_numbers: bool) -> None:
@@ -75,7 +75,7 @@ class StudyModel:
             self.module = study.make_model().eval()
 
     def count_classes(self, output: ModelOutput, sample: Batch) -> int | None:
-        """Return the number of classes, as ``trak_core.gradients.count_classes`` does."""
+        """Call the model on a sample, and return the number of classes, or None without classes."""
         if self._fake is not None:
             with suppress(Exception), self._fake, _quiet():
                 return count_classes(self.module, output, sample, _CPU)
@@ -85,7 +85,7 @@ class StudyModel:
 
 @contextmanager
 def _quiet() -> Generator[None, None, None]:
-    """Silence the log messages and warnings that unsupported operations of fake tensors cause."""
+    """Silence log messages and warnings about operations that fake tensors do not support."""
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -96,8 +96,6 @@ def _quiet() -> Generator[None, None, None]:
 
 
 class _Copy:
-    """A stream that passes text on to another stream, and keeps a copy of the text."""
-
     def __init__(self, stream: Any) -> None:
         self._stream, self.text = stream, ""
 
@@ -111,9 +109,9 @@ class _Copy:
 
 @contextmanager
 def _copied(copies: dict[str, str], split: str) -> Generator[None, None, None]:
-    """Send printed text to standard error, and store a copy as ``copies[split]``.
+    """Send text that is printed in the ``with`` block to standard error, and keep a copy of it.
 
-    Later runs that do not read the split again print the copy.
+    The copy is stored as ``copies[split]``, and printed by later runs that do not read the split.
     """
     copy = _Copy(sys.stderr)
     with redirect_stdout(cast(Any, copy)), redirect_stderr(cast(Any, copy)):
@@ -124,10 +122,10 @@ def _copied(copies: dict[str, str], split: str) -> Generator[None, None, None]:
 def _check_labels(
     split: Split, model: StudyModel, output: ModelOutput, n_classes: int | None
 ) -> list[int | float]:
-    """Check the labels and shapes of as many random samples as can be read in ten seconds.
+    """Check the labels and shapes of the samples that can be read in ten seconds, in random order.
 
-    Jobs check all samples later. If texts differ in length, the model is also called on the longest
-    text that was read.
+    The remaining samples are checked only by the jobs. If texts differ in length, the model is also
+    called on the longest text that was read, because long texts can fail where short ones do not.
 
     Returns:
         The labels that were read, as numbers.
@@ -160,7 +158,6 @@ def _check_labels(
 def _check_known_groups(
     group_by: Sequence[str], name: str, output: ModelOutput, labels: Sequence[int | float]
 ) -> None:
-    """Raise an error if ``group_by`` has ``label`` or ``prediction`` and these are not classes."""
     if "label" in group_by:
         Grouping.of("label", labels)
     is_number = name in TABLE and not TABLE[name].labels_are_classes
@@ -168,20 +165,21 @@ def _check_known_groups(
         is_number or output.prediction is None or output.prediction is output.value
     ):
         raise InputError(
-            "groups: the column `prediction` must contain classes. Found the model_output "
-            f"{name}, which predicts numbers. Group by a column that train_columns() returns.",
+            "`groups` can contain `prediction` only if predictions are classes. Found the "
+            f"model_output {name}, which predicts numbers. Instead, group by a column that "
+            "train_columns() returns.",
             code="stages.prediction_groups",
         )
 
 
 def _check_arguments(study: Study, arguments: Mapping[str, Any], requirement: str) -> None:
-    """Raise an error that states ``requirement`` if ``train`` does not accept ``arguments``."""
     signature = inspect.signature(study.function("train"))
     try:
         signature.bind(**arguments)
     except TypeError as error:
         raise InputError(
-            f"{study.path}: {requirement}. Found train{signature} and {arguments}: {error}.",
+            f"{study.path}: {requirement}. Found train{signature}, which does not accept "
+            f"{arguments}: {error}.",
             code="study.train",
         ) from None
 
@@ -191,7 +189,8 @@ def _check_training(
 ) -> None:
     """Raise an error if the study's ``train`` does not accept the arguments of every run.
 
-    If a run saves several checkpoints (``saves_several``), ``train`` must be a generator.
+    ``training`` contains the arguments by run. If a run saves several checkpoints
+    (``saves_several``), ``train`` must be a generator.
     """
     train = study.function("train")
     if "at" in inspect.signature(train).parameters:
@@ -206,7 +205,7 @@ def _check_training(
         _check_arguments(study, dict(arguments), requirement)
     if saves_several and not inspect.isgeneratorfunction(inspect.unwrap(train)):
         raise InputError(
-            f"{study.path}: for several checkpoints of one run (`at`), train() must yield (time, "
+            f"{study.path}: to save several checkpoints of one run, train() must yield (time, "
             "model) at every time under `at`. Found no `yield` in train(). Write `yield epoch, "
             "model` in the training loop instead of `return model` at the end. If the loop is in "
             "another function, use `yield from`.",
@@ -215,7 +214,6 @@ def _check_training(
 
 
 def _check_retraining(study: Study, arguments: Mapping[str, Any]) -> None:
-    """Raise an error if the study's ``train`` lacks an argument that an evaluation passes to it."""
     requirement = (
         "for an evaluation, train() must accept the arguments of `training`, `seed` (an integer) "
         "and `data` (the samples to train on; the default, None, means all samples)"
@@ -226,9 +224,12 @@ def _check_retraining(study: Study, arguments: Mapping[str, Any]) -> None:
 def _check_checkpoints(
     study: Study, model: nn.Module, checkpoints: Mapping[str, Sequence[str | None]]
 ) -> list[str]:
-    """Return the checkpoints whose weights transformers must rename, after checking all of them.
+    """Check that all checkpoints fit the model, and raise one error that lists all misfits.
 
-    Raise one error for all checkpoints that do not fit the model.
+    ``checkpoints`` maps each file to the keys of the state dicts in it, as in ``preflight_study``.
+
+    Returns:
+        The checkpoints whose weights transformers must rename when they are loaded.
     """
     problems, renamed = dict[str, str](), list[str]()
     notices = defaultdict[str, list[str]](list)
@@ -255,13 +256,16 @@ def _check_checkpoints(
 
 
 def _ready_made(study: Study) -> ReadyStudy | None:
-    """Return the ``ReadyStudy`` object of a ready-made study, or None for a user's own study."""
+    """Return the object of a ready-made study, or None if a user wrote the study."""
     ready = getattr(study.module, "study", None)
     return ready if isinstance(ready, ReadyStudy) else None
 
 
 def _with_advice(error: InputError, study: Study) -> str:
-    """Return the message of an error. For a ready-made study, it names the argument to change."""
+    """Return an error's message, with advice for users of a ready-made study.
+
+    They cannot change its functions, so the advice names the arguments to change.
+    """
     message, ready = str(error), _ready_made(study)
     if ready:
         for advice in (CHANGE_SAMPLES, ONE_SHAPE):
@@ -290,31 +294,36 @@ def preflight_study(
     without_numbers: bool = False,
     group_by: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Build the model, read the data, and check that they fit the config.
+    """Build the model, read the data, and check that both fit the config.
 
-    An error is raised for the first problem. All problems with checkpoints are in one error.
+    The first problem raises an error. Checkpoints come last, and one error lists all misfits.
 
     Args:
         study_file: The study's Python file.
         model_output: The name of the model output.
         weighting: The config's ``scoring.weighting``.
-        parameter_patterns: Patterns for names of the parameters to use; None for all.
-        training: Arguments of the study's ``train`` for each run; None if nothing is trained.
+        parameter_patterns: Patterns for the names of the parameters to use. None means all.
+        training: Arguments of the study's ``train`` for each run, or None if nothing is trained.
         saves_several: Whether a run saves checkpoints at several times.
-        splits: For each split or experiment, the ids of the samples to read; None for all samples.
-        questions: The file of an experiment's targets, by experiment, if there is such a file.
-        conditions: The ``where`` condition of an experiment, by experiment, if there is one.
-        retraining: Arguments of ``train`` that all runs share; None if nothing is retrained.
+        splits: The ids of the samples to read from each split, by the name of the split or the
+            experiment. None means all samples.
+        questions: The files that contain targets, by experiment.
+        conditions: The conditions ``where`` by which targets are selected, by experiment.
+        retraining: The arguments of ``train`` that all runs share, or None if nothing is retrained.
         describes: Whether the study must define ``describe``.
-        checkpoints: For each file, the keys of the state dicts in it; None for the default key.
+        checkpoints: The keys of the state dicts to use in each file. None means the default key.
             Only the names and shapes of weights are read.
         without_numbers: Whether to build the model with fake tensors if it supports them.
-        group_by: Columns of the training samples to group by.
+        group_by: The columns by which the training samples are grouped.
 
     Returns:
-        A mapping with these keys: ``n_params``; ``model_bytes``, the size of all parameters and
-        buffers; ``n_samples`` of each split; ``told``, the text that was printed about each split;
-        ``renamed``, the checkpoints whose weights transformers must rename.
+        A mapping with these keys:
+
+        - ``n_params``: The number of selected parameters.
+        - ``model_bytes``: The size of all parameters and buffers.
+        - ``n_samples``: The number of samples in each split.
+        - ``told``: The text that was printed about each split.
+        - ``renamed``: The checkpoints whose weights transformers must rename.
     """
     study = Study.load(study_file)
     study.class_names()
@@ -324,9 +333,9 @@ def preflight_study(
         _check_retraining(study, retraining)
     if describes and not study.has("describe"):
         raise InputError(
-            f"{study.name}: for the baseline bm25 of `evaluation`, the study must define "
-            "describe(sample), which returns a sample's text. Found no such function. Define "
-            "describe(), or leave bm25 out.",
+            f"{study.name}: for the baseline bm25, the study must define describe(sample), which "
+            "returns a sample's text. Found no such function. Define it, or remove bm25 from "
+            "`evaluation` in the config.",
             code="study.no_texts",
         )
     model = StudyModel(study, model_output, without_numbers=without_numbers)
@@ -367,7 +376,7 @@ def preflight_study(
                 if name in {TRAIN, *questions} or len(lines) > 1:
                     print("".join(f"{line}\n" for line in lines), end="")
         except InputError as error:
-            # An error of a ready-made study already names the user's file.
+            # The message of an error in a ready-made study already begins with the user's file.
             is_ready = str(error.code).startswith("studies.")
             prefix = "" if is_ready else f"{study.name}, {where}: "
             raise InputError(f"{prefix}{_with_advice(error, study)}", error.code) from error
@@ -380,7 +389,7 @@ def preflight_study(
 def _check_samples(
     split: Split, study: Study, model: StudyModel, output: ModelOutput
 ) -> list[int | float]:
-    """Return a split's labels after checking its samples, and calling the model on the first."""
+    """Check a split's samples, call the model on the first of them, and return labels."""
     first = as_batch(split.batch(0, 1), output)
     check_repeatable(split)
     is_text = first.labels.ndim == 2 and first.labels.shape[1] > 1
@@ -394,9 +403,10 @@ def _check_samples(
 
 
 def answer(request_file: str, answer_file: str, log_file: str) -> None:
-    """Call ``preflight_study`` with the arguments in ``request_file``.
+    """Call ``preflight_study`` with the arguments that the JSON file ``request_file`` contains.
 
-    The result or the error is written to ``answer_file`` as JSON, and printed text to ``log_file``.
+    The result or the error's message is written to ``answer_file`` as JSON. Printed text is written
+    to ``log_file``.
     """
     log = os.open(log_file, os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)

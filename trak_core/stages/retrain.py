@@ -1,6 +1,6 @@
 """Retrain models on subsets of the training data, and write their outputs for all targets.
 
-``docs/reference/files.md`` describes the frames in a file of retrained models.
+``docs/reference/files.md`` describes the arrays in the resulting file.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ from trak_core.study.retraining_draws import random_removal, random_subset, size
 from trak_core.study.study import Study, trained_model
 
 _TARGETS = "target_data"
-# Models are trained only on the samples of a list of this kind, but without those of other lists.
+# The kind of list whose samples are kept in retraining. The samples in other lists are left out.
 _SELECT = "select"
 
 
@@ -57,24 +57,28 @@ def retrain(
 ) -> None:
     """Train a model on each subset with each of its seeds, and write outputs and predictions.
 
-    The study's ``train`` is called with ``seed`` and ``data``.
+    The study's ``train`` is called with the arguments ``seed`` and ``data``, besides others.
 
-    ``spec.subsets`` is the kind of subsets. ``named_by`` contains the files from which samples are
-    chosen, and ``naming`` contains the settings by which they are chosen. The kinds are:
+    ``spec.subsets`` says which subsets to use. ``naming`` contains the settings by which the
+    removed samples are chosen, and ``named_by`` contains the files from which they are chosen. The
+    possible values of ``spec.subsets`` are:
 
-    - ``random``: random subsets with the numbers ``first`` to ``last``. A subset and its seeds
+    - ``random``: The random subsets with the numbers ``first`` to ``last``. A subset and its seeds
       depend only on its number and ``spec.seed``.
-    - ``without random``: all samples, then ``spec.draws`` random removals of each size.
-    - ``without top``: for each of ``target_ids`` and each size, all samples except those with the
-      largest scores for the target. ``named_by`` is a file of scores made for ``scores_spec``.
-    - ``without bm25``: as ``without top``, but the scores are BM25 scores of the study's texts.
-    - ``without embedding_cosine``: as ``without top``, but the scores are mean cosines of
-      embeddings. ``named_by`` contains files made for ``embeddings_spec`` with ``checkpoints``.
-    - ``list``: all samples; then, for each size, all samples except the first ones in the list
-      ``named_by``; then, for each size, all samples except random ones. Sizes are ``fractions`` of
-      the training samples, but not larger than the list. For a list of the ``kind`` select, models
-      are trained only on the samples that are otherwise left out. Each ``draw`` has a different
-      seed and different random samples.
+    - ``without random``: First all samples. Then ``spec.draws`` subsets for each size, from which
+      random samples are removed.
+    - ``without top``: A subset for each of ``target_ids`` and each size, from which the samples
+      with the largest scores for the target are removed. ``named_by`` contains a file of scores,
+      and ``scores_spec`` its settings.
+    - ``without bm25``: As ``without top``, but with BM25 scores of the study's texts.
+    - ``without embedding_cosine``: As ``without top``, but with mean cosines of embeddings.
+      ``named_by`` contains a file of embeddings for each of ``checkpoints``, and
+      ``embeddings_spec`` their settings.
+    - ``list``: First all samples. Then a subset for each size, from which the first samples in the
+      list ``named_by`` are removed. Then a subset for each size, from which random samples are
+      removed. Sizes are ``fractions`` of the training samples, but not larger than the list. If the
+      ``kind`` of the list is select, models are trained only on the samples that are removed for
+      other kinds. Each ``draw`` has another seed and other random samples.
     """
     torch.set_num_threads(threads)
     study = Study.load(study_file)
@@ -88,7 +92,7 @@ def retrain(
     else:
         masks, sizes, hashes = _removals(study, train, spec, named_by, naming)
         numbers = range(len(masks))
-        # All subsets have the same seeds, so that the effects of seeds cancel in differences.
+        # All subsets have the same seeds, so that the effects of the seeds cancel in differences.
         is_list = spec.subsets == "list"
         common = [training_seed(spec.seed, 0, naming["draw"])] if is_list else _seeds(spec, 0)
         seeds = [common] * len(masks)
@@ -98,7 +102,7 @@ def retrain(
     results: list[tuple[np.ndarray, np.ndarray]] = []
     for run, _ in blocks_with_progress(len(runs), 1, "trainings"):
         i, seed = runs[run]
-        # Subset is annotated to require a Dataset, but needs only len() and [i].
+        # The annotation of Subset requires a Dataset, but an object with len() and [i] suffices.
         data = Subset(train.samples, np.flatnonzero(masks[i]).tolist())  # pyright: ignore[reportArgumentType]
         model = trained_model(study, {**spec.arguments, "seed": seed}, data)
         results.append(
@@ -123,9 +127,11 @@ def _removals(
     named_by: Sequence[Path],
     naming: Mapping[str, Any],
 ) -> tuple[list[np.ndarray], list[int], list[str]]:
-    """Return a mask of the training samples for each subset, sizes, and hashes of ``named_by``.
+    """Return the subsets from which samples are removed, as ``retrain`` documents them.
 
-    Sizes are the numbers of removed samples, or of kept samples for a list of the kind ``select``.
+    Returns:
+        For each subset, a mask that is True for the samples that are kept. The numbers of samples
+        that are removed (or kept, for a list of the kind ``select``). The hashes of ``named_by``.
     """
     n_train = len(train.ids)
     everything, all_rows = np.ones(n_train, dtype=bool), np.arange(n_train)
@@ -154,7 +160,7 @@ def _removals(
 def _target_scores(
     study: Study, train: Split, subsets: str, named_by: Sequence[Path], naming: Mapping[str, Any]
 ) -> tuple[Sequence[np.ndarray], list[str]]:
-    """Return the training samples' scores for each target, and hashes of the files of scores."""
+    """Return the scores of all training samples for each target, and the hashes of ``named_by``."""
     target_ids = naming["target_ids"]
     if subsets == "without bm25":
         return list(bm25_of_targets(study, train, target_ids)), []
@@ -172,9 +178,10 @@ def _target_scores(
 
 
 def listed_rows(listed: Path, train_ids: Sequence[int | str]) -> np.ndarray:
-    """Return the row numbers of a list's training samples, in the list's order, without repeats.
+    """Return the row numbers that the samples in a list have in the training data.
 
-    The list may be empty, for example if there are no duplicates.
+    They are in the list's order. The row of a sample that is listed repeatedly occurs only once.
+    The list may be empty, for example if no samples are duplicates.
     """
     import pandas as pd  # Only lists need pandas.
 
@@ -184,8 +191,8 @@ def listed_rows(listed: Path, train_ids: Sequence[int | str]) -> np.ndarray:
     if unknown:
         raise InputError(
             f"{listed}: each id in the list must be the id of a training sample. Found "
-            f"{unknown[0]}. Remove evaluation.removals.{listed.stem} from the config, or delete "
-            "the list and run again.",
+            f"{unknown[0]}. Delete the list and run again, or remove "
+            f"evaluation.removals.{listed.stem} from the config.",
             code="stages.listed",
         )
     return np.array(list(dict.fromkeys(row_of[cell] for cell in cells)), dtype=np.int64)

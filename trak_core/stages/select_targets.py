@@ -33,25 +33,25 @@ def select_targets(
     study_file: Path | None = None,
     code: str,
 ) -> None:
-    """Write a table of the samples of ``target_data()`` that satisfy the condition ``where``.
+    """Write a table of the samples in ``target_data()`` that satisfy the condition ``where``.
 
-    ``outputs`` contains a file made for ``spec`` for the last checkpoint of each run. A condition
-    can use the columns id, label, prediction, output and output_sd, and those that the study's
-    ``target_columns()`` returns.
+    ``outputs`` contains a file of model outputs for the last checkpoint of each run, with the
+    settings ``spec``. The condition can use the columns id, label, prediction, output and
+    output_sd, and those that the study's ``target_columns()`` returns.
     """
     with ExitStack() as stack:
         files = [stack.enter_context(open_artifact(path, OUTPUTS)) for path in outputs]
         for file in files:
             check_made_for(file, spec.under(file.spec["checkpoint"]["id"]))
             check_same("targets", files[0].ids("sample_ids"), file.ids("sample_ids"), file)
-        # Despite its name, the function also reads files of targets.
+        # Despite its name, training_table also reads files of targets.
         table = pd.DataFrame(training_table(files))
         values = np.stack([file.vector("outputs") for file in files])
         table["output_sd"] = values.std(axis=0, dtype=np.float64)
         table = table.astype({"output": np.float32, "output_sd": np.float32})
         hashes = [file.content_hash for file in files]
     if study_file is not None:
-        # These modules import torch, so they are imported only if they are needed.
+        # These modules import torch, which takes seconds, so they are imported only here.
         from trak_core.study.sample_columns import columns_of
         from trak_core.study.study import Study
 

@@ -1,4 +1,4 @@
-"""Sum an experiment's scores over groups of training samples, with confidence intervals."""
+"""Sum an experiment's scores over groups of training samples, and compute confidence intervals."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -32,11 +32,12 @@ def sum_groups(
     code: str,
     memory_mb: int,
 ) -> None:
-    """Write the sum and the mean of the scores of each group, and differences between means.
+    """Write the sum and the mean of each group's scores, and the differences between means.
 
-    A group consists of the training samples with the same value in one of the columns ``group_by``,
-    which are in the file ``scores``. If its table of targets has a column ``improves``, scores are
-    multiplied by it, so that positive scores improve a target. Sums are computed from
+    A group consists of the training samples that have the same value in a column. ``group_by``
+    contains the names of the columns, which are in the table ``train`` of the file ``scores``. If
+    the table ``targets`` of this file has a column ``improves``, which contains 1 or -1, scores are
+    multiplied by it, so that positive scores improve a target. Scores are computed from
     ``checkpoint_scores``, and with ``keep: top_k`` also from ``features``.
     """
     with open_made_for(scores, SCORES, spec) as file:

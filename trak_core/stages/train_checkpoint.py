@@ -18,11 +18,12 @@ def train_checkpoint(
     times: list[float] | None,
     threads: int,
 ) -> None:
-    """Call the study's ``train``, and save the model's state dict at ``times`` or at the end.
+    """Train a model with the study's ``train``, and save its state dict.
 
-    ``arguments`` are passed to ``train`` by name. ``times`` are in ascending order, or None to save
-    only at the end. Parameters must be finite. If ``train`` is deterministic and uses one thread,
-    repeated calls on one machine give bitwise equal weights.
+    ``arguments`` are passed to ``train`` by name. A file is saved at each of the ascending
+    ``times``, or only at the end if ``times`` is None. It is an error if the weights are not
+    finite. If ``train`` is deterministic and uses one thread, repeated calls on the same machine
+    give bitwise equal weights.
     """
     torch.set_num_threads(threads)
     study = Study.load(study_file)
@@ -31,7 +32,7 @@ def train_checkpoint(
     else:
         models = models_along(study, arguments, times)
     for checkpoint, model in zip(checkpoints, models, strict=True):
-        # torch.save stores the name of a path that it is given. A file object avoids this, as the
-        # name of the temporary file is random.
+        # Given a path, torch.save would store its name in the file, which is the random name of a
+        # temporary file. A file object avoids this, so that equal weights give equal files.
         with atomic_write(checkpoint) as partial, partial.open("wb") as file:
             torch.save(model.state_dict(), file)

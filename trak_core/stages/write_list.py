@@ -35,12 +35,12 @@ def write_list(
     study_file: Path | None = None,
     code: str,
 ) -> None:
-    """Write one list of training samples, chosen by the scores of an experiment.
+    """Write a list of training samples, which are chosen by the scores of an experiment.
 
-    ``kind`` is ``suspects``, ``drop`` or ``select``. A list ``select`` contains the given
-    ``fraction`` of the training samples or of the pool. ``self_influence`` contains at most one
-    file, which adds a column to ``suspects``. ``study_file`` is None if the study cannot define
-    ``class_names()``.
+    ``kind`` is ``suspects``, ``drop`` or ``select``. For ``select``, the list contains the given
+    ``fraction`` of the training samples, or of the samples in the pool. ``self_influence`` contains
+    at most one file, from which the list ``suspects`` gets a column. ``study_file`` is None if
+    class names are not needed.
     """
     rule = f"{SCORES.rule}{'_pool' if spec.pool_digest else ''}"
     with open_made_for(scores, replace(SCORES, rule=rule), spec) as file:
@@ -83,18 +83,19 @@ def _write(
 ) -> None:
     """Write the rows of a list as CSV, with the study's class names in the columns ``labels``.
 
-    If a label has many parts, such as tokens, its column contains their number and is named after
-    them. Columns of labels and predictions are left out if the model output has none.
+    If the label is a sequence, such as the tokens of a text, the column contains its length and is
+    named after its elements, for example "tokens". If the model output has no labels or
+    predictions, their columns are left out.
     """
     if study_file is not None:
-        # This module imports torch, so it is imported only if it is needed.
+        # This module imports torch, which takes seconds, so it is imported only here.
         from trak_core.study.sample_columns import with_class_names
 
         rows = with_class_names(rows, labels, study_file, model_output)
     about = about_output(model_output)
     words = {"label": about.label, "other_label": about.label, "prediction": about.prediction}
     rows = rows.drop(columns=[name for name, word in words.items() if not word], errors="ignore")
-    if about.counts_parts:  # A column keeps its name if the study has a column of the new name.
+    if about.counts_parts:  # A column keeps its name if another column already has the new name.
         words["other_label"] = f"other_{about.label}"
         rows = rows.rename(columns={k: word for k, word in words.items() if word not in rows})
     write_csv(listed, rows)
@@ -115,10 +116,10 @@ def find_duplicates(
 ) -> None:
     """Compare the features of all samples with each other, and list the pairs of duplicates.
 
-    The features are from one checkpoint, and ``spec`` contains the settings of its scores. A target
-    that is also a training sample is compared only as a training sample. The time is proportional
-    to the square of the number of training samples. ``study_file`` is None if the study cannot
-    define ``class_names()``.
+    The features are from one checkpoint, and ``spec`` contains the settings of its scores. If a
+    target is also a training sample, it is compared only as a training sample. The time is
+    quadratic in the number of training samples. ``study_file`` is None if class names are not
+    needed.
     """
     with (
         open_made_for(train_path, FEATURES, spec.of_train()) as train,
@@ -138,12 +139,12 @@ def find_duplicates(
 
 
 def _pairs(train: Artifact, other: Artifact, among: str, memory_mb: int) -> pd.DataFrame:
-    """Return each pair of a training sample and a sample in ``other`` that are duplicates.
+    """Return the pairs of duplicates that consist of a training sample and a sample in ``other``.
 
-    Each pair occurs once. Targets that are training samples are left out.
+    Each pair occurs once. Targets that are also training samples are left out.
     """
     features, samples = train.matrix("features"), other.matrix("features")
-    # A float64 block of each file, and the cosines between the two, must fit into memory.
+    # A block of float64 rows from each file must fit into memory, and so must their cosines.
     block = max(64, min(1024, memory_mb * 2**20 // (100 * features.shape[1])))
     blocks: list[tuple[np.ndarray, ...]] = []
     ids, other_ids = (np.array(file.ids("sample_ids"), dtype=object) for file in (train, other))

@@ -24,7 +24,6 @@ from trak_core.study.study import Study
 
 
 def _check_scores(results: Results) -> None:
-    """Raise an error if a measurement does not belong to the scores in the report."""
     scores = {file.spec["experiment"]: file for file in results.experiments}
     for file in (*results.evaluations.values(), *results.removals, *results.groups.values()):
         expected, measured = scores[file.spec["experiment"]], file.spec["scores"]
@@ -49,20 +48,22 @@ def write_report(
     study_file: Path,
     config: dict[str, Any],
 ) -> None:
-    """Read the results of a study, and write the report. Equal files give equal reports.
+    """Write a report on the results of a study, as an HTML file. Equal files give equal reports.
 
-    ``scores``, ``evaluations`` and ``groups`` contain a file for each experiment. ``removals``
-    contains a file for its experiment and for each list, and ``normal_matrices`` contains a file
-    for each checkpoint. ``self_influence`` contains at most one file. Each argument is empty if the
-    config does not request such files. ``config`` is the part of the config that determines
-    results. The study's ``draw`` and ``describe`` determine how samples look.
+    ``scores``, ``evaluations`` and ``groups`` contain a file for each experiment, and
+    ``normal_matrices`` contains a file for each checkpoint. ``removals`` contains a file for the
+    experiment from whose scores samples were removed, and one for each list. ``self_influence``
+    contains at most one file. If the config does not request a kind of results, the argument for
+    its files is empty. ``config`` is the part of the config that determines the results. The
+    study's ``draw`` and ``describe`` determine how samples are shown.
 
-    ``report`` is a file in the results folder.
+    ``report`` is a path in the results folder.
     """
     folder = report.parent
     study = Study.load(study_file)
     train, names = study.split(TRAIN, None), study.class_names()
-    # The fit is the same for all experiments, so it is computed only for the first one.
+    # How well the model fits the training data is the same for all experiments, so it is computed
+    # only for the first experiment.
     experiments = [
         with_class_names(read_experiment(path, folder, n_shown, EACH, None if i else train), names)
         for i, (path, n_shown) in enumerate(zip(scores, targets_shown(len(scores)), strict=True))

@@ -1,4 +1,8 @@
-"""Show a model's input for a sample, and find tokens of training samples that the sample lacks."""
+"""Show the model's input for a sample, and check that it has the training samples' template.
+
+If all training samples begin or end with the same tokens, such as those of a chat template, but a
+target does not, then the target was probably not prepared like the training samples.
+"""
 
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
@@ -10,16 +14,18 @@ from trak_core.study.dataset_split import Split
 from trak_core.study.show_samples import shown_tokens
 from trak_core.study.study import Study, beginning_and_end
 
-# 16 training samples are read to find the tokens with which all of them begin or end. At least 8
-# of them must be different, because equal samples share all of their tokens.
+# The number of training samples that are compared, and how many of them must be different. Equal
+# samples have all of their tokens in common, even without a template.
 _N_READ, _MIN_DIFFERENT = 16, 8
 
 
 def lines_as_read(study: Study, split: Split, subject: str, train: Split | None) -> list[str]:
-    """Return a line with the model's input for a split's first sample, and notices about it.
+    """Return lines to print that show how the model reads the first sample of ``split``.
 
-    A notice says that training samples (``train``) begin or end with tokens that the sample lacks.
-    The line calls the sample ``subject``. Without the study's ``as_read``, the list is empty.
+    The first line consists of ``subject`` (such as "The first training sample"), the sample's id,
+    and the text that the study's ``as_read`` returns. A notice follows if all training samples
+    (``train``) begin or end with tokens that this sample lacks. If the study does not define
+    ``as_read``, the list is empty.
     """
     text = study.first_as_read(split)
     if not text:
@@ -36,14 +42,14 @@ def lines_as_read(study: Study, split: Split, subject: str, train: Split | None)
 
 
 def missing_tokens(study: Study, train: Split, targets: Split) -> dict[str, str]:
-    """Return the tokens with which all training samples, but not the first target, begin or end.
+    """Return the first and last tokens that training samples share, but the first target lacks.
 
-    16 training samples, spread over ``train``, are read. If fewer than 8 of them are different, the
-    result is empty.
+    Instead of all training samples, 16 samples at equal distances in ``train`` are compared.
 
     Returns:
-        The text of the missing first tokens under "begin with", and of the missing last tokens
-        under "end with". The dict is empty if samples have no ``input_ids``.
+        The text of the missing first tokens under the key "begin with", and of the missing last
+        tokens under "end with". The dict is empty if samples have no ``input_ids``, or if fewer
+        than 8 of the 16 samples are different.
     """
     numbers = _input_ids(targets, 0)
     last = len(train.ids) - 1
@@ -66,13 +72,13 @@ def missing_tokens(study: Study, train: Split, targets: Split) -> dict[str, str]
 
 
 def _n_common(sequences: Sequence[Sequence[int]]) -> int:
-    """Return the length of the longest beginning that all sequences have in common."""
+    """Return the length of the longest prefix that all sequences share."""
     places = takewhile(lambda entries: len({*entries}) == 1, zip(*sequences, strict=False))
     return sum(1 for _ in places)
 
 
 def _input_ids(split: Split, row: int) -> list[int]:
-    """Return a sample's token ids without padding, or an empty list if it has no ``input_ids``."""
+    """Return a sample's ``input_ids`` without padding, or an empty list if it has none."""
     sample = split.sample(row)
     if not isinstance(sample, Mapping) or "input_ids" not in sample:
         return []
@@ -81,6 +87,6 @@ def _input_ids(split: Split, row: int) -> list[int]:
 
 
 def _kept(sample: Mapping[str, Any]) -> list[int]:
-    """Return 0 for each token that is padding, and 1 for each other token."""
+    """Return the sample's attention mask as a list. Without a mask, no token is padding."""
     mask = sample.get("attention_mask", torch.ones_like(torch.as_tensor(sample["input_ids"])))
     return torch.as_tensor(mask).flatten().tolist()

@@ -1,4 +1,4 @@
-"""Read samples from a data set, check their ids, and replace their labels."""
+"""Read samples of a data set, select samples by their ids, and replace labels."""
 
 import traceback
 from collections import Counter
@@ -28,26 +28,27 @@ _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Samples with their ids, which are all integers or all strings.
+    """Samples and their ids. Either all ids are integers, or all are strings.
 
     ``samples`` is an object with ``len()`` and ``[i]``, such as a torch Dataset. A sample is a
-    tuple whose last entry is the label, or a dict with the label as `labels`.
+    tuple whose last entry is the label, or a dict that contains the label under the key `labels`.
     """
 
     samples: Any
     ids: list[int] | list[str]
 
     def take(self, ids: Sequence[int | str]) -> "Split":
-        """Return the samples with these ids, in the order of ``ids``, which must be distinct."""
+        """Return the samples with the given ids, in the given order. The ids must be distinct."""
         position = {sample_id: i for i, sample_id in enumerate(self.ids)}
         counts = Counter(ids)
-        # A bool is refused, because True equals 1 and would select the sample with the id 1.
+        # A bool is refused. Otherwise, True would select the sample with the id 1, as True == 1.
         wrong = [i for i in ids if i not in position or isinstance(i, bool) or counts[i] > 1]
         if wrong:
             raise InputError(
                 "Targets must be ids of samples in the study's target_data() or in the "
                 f"experiment's `data`. Each must be listed only once. Found {listed(wrong)}. The "
-                f"data have {len(position)} ids, such as {self.ids[0]!r} and {self.ids[-1]!r}.",
+                f"data contain {len(position)} samples, whose ids are for example {self.ids[0]!r} "
+                f"and {self.ids[-1]!r}.",
                 code="study.no_target",
             )
         return self.select([position[i] for i in ids])
@@ -58,7 +59,7 @@ class Split:
         return Split(Subset(self.samples, rows), ids)
 
     def sample(self, row: int) -> Any:
-        """Return sample number ``row``. An error in the user's code is raised as an InputError."""
+        """Return sample number ``row``. If the user's data set fails, raise an ``InputError``."""
         with users_code(f"reading sample {self.ids[row]}"):
             return self.samples[row]
 
@@ -66,7 +67,8 @@ class Split:
         """Stack samples ``start`` to ``stop - 1`` into tensors.
 
         Returns:
-            A tuple if samples are tuples, or a dict if they are dicts.
+            A tuple of tensors if samples are tuples, or a dict of tensors if samples are dicts. The
+            first dimension of each tensor has the size ``stop - start``.
         """
         samples = [self.sample(row) for row in range(start, stop)]
         parts = [_entries(sample) for sample in samples]
@@ -83,26 +85,26 @@ class Split:
 
 
 def _entries(sample: Any) -> dict[str, Any]:
-    """Return a sample's entries by name. Entries of a tuple are named "entry 0", "entry 1", ..."""
+    """Return a dict of a sample's entries, named "entry 0", "entry 1", ... if it is a tuple."""
     if isinstance(sample, Mapping):
         return dict(sample)
     if isinstance(sample, list | tuple):
         return {f"entry {i}": entry for i, entry in enumerate(sample)}
     raise InputError(
         f"A sample must be a tuple or a dict. Found {type(sample).__name__}. Pass tensors with a "
-        "row for each sample as a tuple `(inputs, labels)`, because a list is a list of samples.",
+        "row for each sample as a tuple `(inputs, labels)`. A list must contain samples.",
         code="study.sample_type",
     )
 
 
 def _stacked(parts: Sequence[Any], name: str) -> Tensor:
-    """Return one tensor with the values of an entry in several samples.
+    """Return a tensor that stacks the values of one entry from several samples.
 
-    Values are tensors, arrays, numbers or lists of numbers. ``name`` is the entry, for messages.
+    The values are tensors, arrays, numbers or lists of numbers. Messages call the entry ``name``.
     """
     try:
-        # Lists become tensors and dtypes are compared, because default_collate would transpose
-        # lists, and would convert tensors of different dtypes to one dtype.
+        # default_collate would transpose lists, so they are converted to tensors first. It would
+        # also convert tensors of different dtypes to one dtype, so different dtypes are an error.
         tensors = [as_tensor(p) if isinstance(p, list | np.ndarray) else p for p in parts]
         dtypes = {str(p.dtype) for p in tensors if isinstance(p, Tensor)}
         if len(dtypes) > 1:
@@ -110,7 +112,7 @@ def _stacked(parts: Sequence[Any], name: str) -> Tensor:
         stacked = default_collate(tensors)
         if not isinstance(stacked, Tensor):
             raise TypeError("these values are not numbers")
-        # Few operations of torch support these integers.
+        # torch supports few operations on unsigned integers with more than 8 bits.
         return stacked.long() if stacked.dtype in _UNSIGNED else stacked
     except (RuntimeError, TypeError, ValueError) as error:
         shapes = {str(tuple(p.shape)) if hasattr(p, "shape") else type(p).__name__ for p in parts}
@@ -123,7 +125,11 @@ def _stacked(parts: Sequence[Any], name: str) -> Tensor:
 
 
 def as_tensor(values: Any) -> Tensor:
-    """Return a list or an array as a tensor, also if the array is reversed or in big-endian."""
+    """Return a list or an array as a tensor.
+
+    ``torch.as_tensor`` refuses arrays with negative strides, such as reversed arrays, and arrays in
+    another byte order. Such arrays are copied first.
+    """
     if np.ma.is_masked(values):
         raise TypeError("some values are masked")
     if isinstance(values, np.ndarray):
@@ -134,10 +140,11 @@ def as_tensor(values: Any) -> Tensor:
 
 @contextmanager
 def users_code(call: str) -> Generator[None, None, None]:
-    """Convert an exception or SystemExit in the user's code to an ``InputError``.
+    """Convert exceptions and ``SystemExit`` from the user's code to an ``InputError``.
 
-    The message begins with ``call``, which describes the called code, and contains the traceback.
-    Exceptions due to a full disk, exhausted memory or a stop signal are not converted.
+    The user's code is called within the ``with`` block. The message consists of ``call`` (a
+    description of the call), the original message and the traceback. An exception is not converted
+    if a full disk, exhausted memory or a stop signal caused it, as the user's code is not at fault.
     """
     try:
         yield
@@ -161,8 +168,8 @@ def _is_number(sample_id: Any) -> bool:
 
 
 def _is_name(sample_id: Any) -> bool:
-    # Names with NUL or lone surrogates, which are not printable, could not be stored by HDF5 and in
-    # UTF-8. pandas reads the name "nan" in an index as a missing value.
+    # Only printable characters are allowed, because HDF5 cannot store NUL in a text, and lone
+    # surrogates have no UTF-8. pandas would read "nan" in an index as a missing value.
     return (
         type(sample_id) is str
         and sample_id != "nan"
@@ -171,24 +178,24 @@ def _is_name(sample_id: Any) -> bool:
     )
 
 
-def checked_ids(ids: Iterable[Any], n_samples: int | None, function: str) -> list[int] | list[str]:
+def checked_ids(ids: Iterable[Any], n_samples: int | None, source: str) -> list[int] | list[str]:
     """Return the ids of samples as Python integers or strings, or raise an error.
 
     Args:
-        ids: Distinct ids, which are all integers of 64 bits or all short printable strings.
-        n_samples: The required number of ids, or None for any number.
-        function: The function or the field that contains the ids, for error messages.
+        ids: Distinct ids. Either all are 64-bit integers, or all are short printable strings.
+        n_samples: The required number of ids. None allows any number.
+        source: The function or the field that contains the ids, as error messages call it.
     """
     if isinstance(ids, set | frozenset):
         raise InputError(
-            f"{function} must contain the ids in the order of the samples. Found a set, which has "
+            f"{source} must contain the ids in the order of the samples. Found a set, which has "
             "no order. Use a list.",
             code="study.ids",
         )
     plain = [i.item() if hasattr(i, "item") else i for i in ids]
     if n_samples is not None and len(plain) != n_samples:
         raise InputError(
-            f"{function} must contain one id for each sample. Found {len(plain)} ids for "
+            f"{source} must contain one id for each sample. Found {len(plain)} ids for "
             f"{n_samples} samples.",
             code="study.ids",
         )
@@ -196,7 +203,7 @@ def checked_ids(ids: Iterable[Any], n_samples: int | None, function: str) -> lis
         is_good = _is_number if type(plain[0]) is int else _is_name
         bad = [i for i in plain if not is_good(i)] or plain
         raise InputError(
-            f"{function} must contain only 64-bit integers, or only printable strings of 1 to "
+            f"{source} must contain only 64-bit integers, or only printable strings of 1 to "
             f"{_MAX_ID_BYTES} bytes. The string nan is not allowed. Found "
             f"{', '.join(repr(i) for i in bad[:3])}.",
             code="study.ids",
@@ -204,7 +211,8 @@ def checked_ids(ids: Iterable[Any], n_samples: int | None, function: str) -> lis
     ((commonest, count),) = Counter(plain).most_common(1)
     if count > 1:
         raise InputError(
-            f"{function} must contain unique ids. Found {commonest!r} {count} times.",
+            f"{source} must contain unique ids. Found the id {commonest!r} {count} times. Give "
+            "each sample its own id.",
             code="study.ids",
         )
     return plain
@@ -216,7 +224,7 @@ def label_of(sample: Any) -> torch.Tensor:
 
 
 def with_label(sample: Any, label: int) -> Any:
-    """Return a copy of a sample with a new label, which is converted to the old label's type."""
+    """Return a copy of a sample with another label. The label has the type of the old label."""
     if isinstance(sample, Mapping):
         values = {**sample, "labels": _like(sample["labels"], label)}
     else:

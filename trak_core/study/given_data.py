@@ -1,4 +1,4 @@
-"""Read data that a Python program passes as tensors, a Dataset or a DataLoader."""
+"""Convert data from a Python program (tensors, a Dataset or a DataLoader) to samples with ids."""
 
 import hashlib
 import warnings
@@ -27,7 +27,7 @@ _READ_TWICE = 32  # The number of samples that are read twice, to notice random 
 
 @dataclass(frozen=True, slots=True)
 class _Collated:
-    """The samples of a DataLoader. Its ``collate_fn`` is called for one sample at a time."""
+    """The samples of a DataLoader's dataset, each converted by ``collate_fn`` as a batch of one."""
 
     loader: DataLoader[Any]
 
@@ -44,7 +44,8 @@ class _Collated:
                 size = getattr(values, "shape", type(values).__name__)
                 raise InputError(
                     "A DataLoader's collate_fn must return tensors with a row for each sample. "
-                    f"For one sample, it returned {size} in entry {name}. Pass a Dataset instead.",
+                    f"For a batch of one sample, it returned {size} as entry {name}. Pass a "
+                    "Dataset instead.",
                     code="study.given_collate",
                 )
         sample = {name: values[0] for name, values in named.items()}
@@ -54,18 +55,19 @@ class _Collated:
 def _columns_of(data: Mapping[str, Any] | tuple[Any, ...]) -> StackDataset:
     given = dict(data if isinstance(data, Mapping) else enumerate(data))
     with warnings.catch_warnings():
-        # torch warns that writing to a tensor would change a read-only array, such as one from
-        # pandas. These tensors are never written to.
+        # A tensor shares memory with its array. If the array is read-only, such as one from pandas,
+        # torch warns not to write to the tensor. The code never writes to these tensors.
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
         columns: Any = {k: as_tensor(v) for k, v in given.items() if _has_rows_of_numbers(v)}
     if not columns or len(columns) < len(given) or len({*map(len, columns.values())}) > 1:
         raise InputError(
-            "Data in tensors must be a tuple of the model's inputs and then the labels, or a dict "
-            "with `labels`. Each entry must be a tensor or an array of numbers, with a row for "
-            f"each sample. Found {', '.join(map(_kind_of, given.values())) or 'nothing'}. Convert "
-            "pandas objects with `.to_numpy()`, texts to numbers, and masked arrays with "
-            "`.filled()`. If the data are a DatasetDict, pass one of its splits. Pass a list of "
-            "samples as a list, not a tuple.",
+            "Data that are passed as tensors must be a tuple of the model's inputs and then the "
+            "labels, or a dict with the key `labels`. Each entry must be a tensor or an array of "
+            "numbers, with a row for each sample. Found "
+            f"{', '.join(map(_kind_of, given.values())) or 'nothing'}. Convert pandas objects "
+            "with `.to_numpy()`, texts to numbers, and masked arrays with `.filled()`. If the data "
+            "are a DatasetDict, pass one of its splits. Pass a list of samples as a list, not a "
+            "tuple.",
             code="study.given_tensors",
         )
     return StackDataset(**columns) if isinstance(data, Mapping) else StackDataset(*columns.values())
@@ -83,7 +85,7 @@ def _kind_of(values: Any) -> str:
 
 
 def _dataset_of(loader: DataLoader[Any]) -> Any:
-    """Return the dataset of a DataLoader, which must use each sample exactly once per epoch."""
+    """Return the samples of a DataLoader. It must use each sample exactly once in an epoch."""
     batches = loader.batch_sampler
     sampler = getattr(batches, "sampler", batches)
     is_shuffled = isinstance(sampler, RandomSampler) and not sampler.replacement
@@ -100,15 +102,15 @@ def _dataset_of(loader: DataLoader[Any]) -> Any:
 
 
 def split_of_data(data: Any, ids: Iterable[Any] | None) -> Split:
-    """Return samples with their ids.
+    """Return the samples in ``data`` with their ids.
 
     Args:
-        data: One of the following: a tuple of tensors or arrays (model inputs, then labels) with a
-            row for each sample; a dict of tensors (the model's named inputs and ``labels``); a
-            torch Dataset, a list, or another sequence of samples with ``len()`` and ``[i]``; a
-            Hugging Face ``datasets.Dataset``, whose column ``id`` has the ids; a ``Split``; or a
-            DataLoader. The dataset of a DataLoader is read in order. ``collate_fn`` is called for
-            each sample, and ``shuffle``, ``batch_size`` and ``drop_last`` are ignored.
+        data: Samples in one of three forms. Tensors or arrays with a row for each sample are passed
+            as a tuple (the model's inputs, then the labels) or as a dict (the model's named inputs
+            and ``labels``). Any other object must have ``len()`` and ``[i]``, such as a list, a
+            torch Dataset, a ``Split``, or a Hugging Face ``datasets.Dataset``, in which the column
+            ``id`` can contain the ids. The dataset of a DataLoader is read in order, and each
+            sample is passed to ``collate_fn``. Shuffling and ``drop_last`` have no effect.
         ids: An integer or a short text for each sample. By default, ids are 0, 1, 2, ...
     """
     if hasattr(data, "remove_columns") and hasattr(data, "__len__") and "id" in data.column_names:
@@ -123,24 +125,27 @@ def split_of_data(data: Any, ids: Iterable[Any] | None) -> Split:
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__") or hasattr(data, "iloc"):
         raise InputError(
             "Data must be tensors, a DataLoader, or samples with len() and [i], such as a torch "
-            f"Dataset. Found {type(data).__name__}. Convert an iterable by `list(data)`, and "
-            "pandas objects by `(inputs.to_numpy(), labels.to_numpy())`.",
+            f"Dataset. Found {type(data).__name__}. Convert an iterable with `list(data)`, "
+            "and pandas objects with `(inputs.to_numpy(), labels.to_numpy())`.",
             code="study.given_data",
         )
     if isinstance(data, list):
-        data = [*data]  # Scores refer to samples by position, so later changes must not matter.
+        data = [*data]  # The user may change the list later, and scores refer to positions.
     size = len(data)
     if size == 0:
-        raise InputError("Data must contain samples. Found none.", code="study.given_nothing")
+        raise InputError(
+            "Data must contain at least one sample. Found none. Check how the data were selected.",
+            code="study.given_nothing",
+        )
     split = Split(data, checked_ids(range(size) if ids is None else ids, size, "`ids`"))
     check_repeatable(split)
     return split
 
 
 def check_repeatable(split: Split) -> None:
-    """Raise an error if samples are random, for example because they are augmented.
+    """Raise an error if a sample differs when it is read again, for example due to augmentation.
 
-    Up to 32 samples, spread over the split, are read twice and compared.
+    Up to 32 samples at equal distances in the split are read twice and compared.
     """
     last = len(split.ids) - 1
     rows = sorted({i * last // (_READ_TWICE - 1) for i in range(_READ_TWICE)})
@@ -156,7 +161,7 @@ def check_repeatable(split: Split) -> None:
 
 
 def split_digest(split: Split) -> str:
-    """Return a hash of the ids and the contents of all samples."""
+    """Return a hash of the ids and contents of all samples, to notice changed data."""
     return content_digest(split.ids, _sample_digest(split, range(len(split.ids))))
 
 

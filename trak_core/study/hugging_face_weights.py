@@ -1,12 +1,13 @@
 """Load weights that transformers or PEFT stored under names that differ from those in the model.
 
-New releases of transformers rename layers, join the weights of experts, and compute masks that
-old files contain. A file can also come from a model without a head. ``convert_weights`` lets
-transformers convert the weights in such files.
+The state dict of a model can change between releases of transformers. For example, layers are
+renamed, the weights of experts are joined into one tensor, or masks are no longer stored. A file
+can also have been saved from the model without its head. ``convert_weights`` lets transformers
+convert the weights in such files.
 
-``PeftModel.save_pretrained`` writes an adapter's weights and settings. The same weights give
-different outputs with another ``lora_alpha``, for example. Therefore ``Adapter`` compares the
-settings before it loads the weights. The package peft is imported only for an adapter's folder.
+``PeftModel.save_pretrained`` writes the weights and the settings of an adapter. With another
+setting, such as another ``lora_alpha``, the same weights give different outputs. Therefore,
+``Adapter`` compares the settings with those of the model. peft is imported only for adapters.
 """
 
 import json
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from trak_core.errors import InputError, listed
 from trak_core.settings import ADAPTER_CONFIG
 
-# Settings of a config that do not change the model's outputs in evaluation mode.
+# Keys of a model's config.json that do not change the model's outputs in evaluation mode.
 _WITHOUT_EFFECT = re.compile(
     r"^_|drop|_token_id$|^(architectures|(torch_)?dtype|problem_type|transformers_version|use_cache)$"
 )
@@ -37,7 +38,8 @@ _WITHOUT_EFFECT = re.compile(
 def config_notice(model: nn.Module, folder: Path) -> str:
     """Return a notice if the ``config.json`` in a folder differs from the model's config, else "".
 
-    Weights can fit a model with another config, for example with another number of heads.
+    Comparing the names and shapes of weights does not show every difference. For example, weights
+    also fit a model with another number of attention heads.
     """
     library: Any = sys.modules.get("transformers")
     file = folder / "config.json"
@@ -46,7 +48,7 @@ def config_notice(model: nn.Module, folder: Path) -> str:
     config: Any = model.config
     try:
         stored = type(config).from_dict(json.loads(file.read_text(encoding="utf-8")))
-    except Exception:  # transformers can raise any error for the config of another model.
+    except Exception:  # transformers can raise any error if the config is for another model.
         return ""
     own, saved = config.to_dict(), stored.to_dict()
     differ = [
@@ -69,11 +71,13 @@ def convert_weights(
     """Let transformers convert the weights in ``state`` to the names and shapes of ``model``.
 
     Returns:
-        The converted state dict, in the model's widest dtype, and the keys that do not fit, by the
-        kind of the difference. Returns None if the model is not from transformers, or if
-        transformers would initialize missing weights without an error. If ``state`` is on the meta
-        device, the converted weights are, too. This requires the package accelerate, without which
-        the model's weights are returned, as if everything fitted.
+        The converted state dict, and the keys that do not fit, by the kind of the difference. The
+        weights have the model's widest dtype. If ``state`` is on the meta device, so are the
+        converted weights. This needs the package accelerate. Without it, the model's own weights
+        are returned, as if all keys fitted.
+
+        None if the model is not from transformers, or if its class declares weights that may be
+        missing, because transformers would initialize them without reporting it.
     """
     library: Any = sys.modules.get("transformers")
     if library is None or not isinstance(model, library.PreTrainedModel):
@@ -87,7 +91,7 @@ def convert_weights(
         return model.state_dict(), {}
     floats = {p.dtype for p in model.parameters() if p.is_floating_point()}
     disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)  # The caller reports keys that do not fit instead.
+    logging.disable(logging.CRITICAL)  # The caller reports keys that do not fit.
     try:
         with torch.random.fork_rng(devices=[]):
             converted, report = model_class.from_pretrained(
@@ -113,8 +117,8 @@ def convert_weights(
     return converted.state_dict(), {kind: keys for kind, keys in misfits.items() if keys}
 
 
-# Settings that say where an adapter came from or how it was trained. They do not change the outputs
-# of a trained adapter, so differences are ignored.
+# Settings in an adapter's config that record its origin or its training. They do not change the
+# outputs of the trained adapter, so differences are ignored.
 _TRAINING_SETTINGS = frozenset({
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"),
     *("task_type", "lora_dropout", "corda_config", "eva_config", "loftq_config", "lora_ga_config"),
@@ -126,7 +130,7 @@ _LAYER_SETTINGS = frozenset({
     *("bias", "exclude_modules", "layers_pattern", "layers_to_transform", "lora_bias"),
     *("modules_to_save", "rank_pattern", "target_modules", "target_parameters"),
 })
-# Initializations of an adapter that, unlike PiSSA and OLoRA, keep the base model's weights.
+# Initializations of an adapter that do not change the base model's weights. PiSSA and OLoRA do.
 _INITS_KEEPING_BASE = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
 
 
@@ -143,8 +147,8 @@ class Adapter:
         peft: Any = sys.modules.get("peft")  # If peft was not imported, there is no PeftModel.
         if peft is None or not isinstance(model, peft.PeftModel):
             raise InputError(
-                f"{folder}: if the weights are an adapter, make_model() must return a "
-                f"peft.PeftModel. Found {type(model).__name__}. Return "
+                f"{folder}: if the weights are those of an adapter, make_model() must return "
+                f"a peft.PeftModel. Found {type(model).__name__}. Return "
                 "`PeftModel.from_pretrained(base, folder)`, or `get_peft_model(base, config)` with "
                 "the config that was used for training.",
                 code="study.adapter_model",
@@ -153,17 +157,17 @@ class Adapter:
         if len(active) != 1:
             raise InputError(
                 f"{folder}: exactly one adapter must be active in the PeftModel that make_model() "
-                f"returns. Found {', '.join(active) or 'none'} active, of the adapters "
-                f"{', '.join(model.peft_config)}. Call `model.set_adapter(name)`.",
+                f"returns. Found {', '.join(active) or 'none'} active among its adapters "
+                f"{', '.join(model.peft_config)}. Call `model.set_adapter(name)` in make_model().",
                 code="study.adapter_active",
             )
         return cls(model, active[0])
 
     def weights(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the adapter's weights in the model, under the names with which peft saves them.
+        """Return the adapter's current weights in the model, under the names that peft saves.
 
-        If training has changed the vocabulary, peft also saves the base model's embeddings.
-        Therefore these embeddings are included if ``stored`` contains them.
+        If training has changed the vocabulary, peft saves the base model's embeddings with the
+        adapter. Therefore, the embeddings are included if ``stored`` contains them.
         """
         from peft import get_peft_model_state_dict
 
@@ -175,7 +179,7 @@ class Adapter:
         return {key: value for key, value in more.items() if key in own or key in stored}
 
     def load(self, stored: Mapping[str, Tensor]) -> None:
-        """Load an adapter's weights into the model, and check that the model has these values."""
+        """Load ``stored`` into the adapter, and check that the adapter then has these values."""
         from peft import set_peft_model_state_dict
 
         # The dict is copied, because some versions of peft rename its keys in place.
@@ -194,7 +198,8 @@ class Adapter:
         """Compare the settings in an adapter's folder with those of the adapter in the model.
 
         Returns:
-            The differing settings that change outputs, and those that only select layers.
+            Two lists that describe differences: those in settings that change the outputs, and
+            those in settings that only select the layers with adapters.
         """
         own = self.model.peft_config[self.name]
         stored, config = _read_config(folder / ADAPTER_CONFIG, own)
@@ -205,7 +210,8 @@ class Adapter:
                 texts = of_layers if key in _LAYER_SETTINGS else of_outputs
                 texts.append(f"{key} {saved[key]!r} for {mine[key]!r}")
         known = mine.keys() | _TRAINING_SETTINGS | _LAYER_SETTINGS
-        # Unknown settings, which a newer peft has added, have no effect if they are false or empty.
+        # A newer peft may have saved settings that this version does not know. They have no effect
+        # if they are false or empty.
         of_outputs += [
             f"{key} {value!r}, which this version of peft does not know (install a newer one)"
             for key, value in stored.items()
@@ -215,15 +221,19 @@ class Adapter:
 
 
 def _read_config(path: Path, own: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return an adapter's saved settings twice: as in the file, and with peft's defaults added."""
+    """Return an adapter's settings as the file contains them, and with peft's defaults added.
+
+    ``own`` is the config of the adapter in the model, which must be of the same type.
+    """
     from peft import PeftConfig
 
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         if stored["peft_type"] != own.peft_type.value:
             raise ValueError(
-                f"the adapter is of the kind {stored['peft_type']}, but make_model() builds one of "
-                f"the kind {own.peft_type.value}. Build it with PeftConfig.from_pretrained(folder)"
+                f"its `peft_type` is {stored['peft_type']}, but the model's adapter has the "
+                f"`peft_type` {own.peft_type.value}. Create the model's adapter in make_model() "
+                "with PeftConfig.from_pretrained(folder)"
             )
         with warnings.catch_warnings(action="ignore"):  # peft warns about unknown settings.
             return stored, PeftConfig.from_peft_type(**stored).to_dict()
@@ -237,7 +247,7 @@ def _read_config(path: Path, own: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings as JSON types, with sets as sorted lists, so that they can be compared."""
+    """Convert settings to JSON types, and sets to sorted lists, to compare them with ``==``."""
 
     def plain_value(value: Any) -> Any:
         return sorted(value, key=str) if isinstance(value, set | frozenset) else str(value)
@@ -245,5 +255,5 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
     plain = json.loads(json.dumps(dict(settings), default=plain_value))
     for key, value in plain.items():
         if key.startswith("init_") and key.endswith("weights") and value in _INITS_KEEPING_BASE:
-            plain[key] = "the base is kept"  # They make no difference after training.
+            plain[key] = "the base is kept"  # After training, they give the same outputs.
     return plain

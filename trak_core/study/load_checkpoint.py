@@ -24,8 +24,8 @@ from trak_core.study.weight_files import (
 _MUST = "a checkpoint must be a state dict saved by torch.save, or safetensors"
 _REMEDY = "Copy it again, or save `model.state_dict()` and use that file."
 _PIECE_BYTES = 2**26  # The approximate number of bytes that are copied from each memory map.
-# torch's loading methods that copy each weight unchanged. Those of norm layers can also add entries
-# that old files lack. Any other method may change weights while loading them.
+# Methods with which modules of torch load their weights. They copy each weight unchanged, and those
+# of norm layers can also add entries that old files lack. Any other method may change the weights.
 _PLAIN_LOADS = {
     nn.Module._load_from_state_dict,
     nn.BatchNorm1d._load_from_state_dict,
@@ -34,7 +34,7 @@ _PLAIN_LOADS = {
 
 
 class Weights(NamedTuple):
-    """The weights read from a checkpoint."""
+    """A state dict that was read from a checkpoint."""
 
     state: dict[str, Tensor]
     within: str  # The keys that lead to ``state`` in the file, joined by dots.
@@ -42,7 +42,7 @@ class Weights(NamedTuple):
 
 
 def _default_part(saved: Any, path: Path) -> Weights:
-    """Return the state dict in the content of a file, at the top level or under a usual key."""
+    """Return the state dict in a loaded file, at the top level or under keys in ``WRAPPERS``."""
     parts, within = dict(state_dicts(saved)), []
     state = saved
     for wrapper in WRAPPERS:
@@ -71,15 +71,16 @@ def _default_part(saved: Any, path: Path) -> Weights:
 
 
 def read_weights(checkpoint: Path, part: str | None = None, digest: Any = None) -> Weights:
-    """Return the weights of a checkpoint as memory maps on the CPU.
+    """Return the weights of a checkpoint as memory-mapped tensors on the CPU.
 
     Args:
-        checkpoint: A file of ``torch.save`` with a state dict, a ``.safetensors`` file, a Hugging
-            Face folder, sharded or not, or a folder of a PEFT adapter.
-        part: The keys that lead to one of several state dicts, joined by dots. A prefix of the
-            names of weights can follow. None selects the usual state dict.
-        digest: A hash object of hashlib to update, or None. It is updated with the config of an
-            adapter or the index of shards, if there is one, and then with the files of weights.
+        checkpoint: A file in which ``torch.save`` stored a state dict, a ``.safetensors`` file, or
+            a folder that transformers or PEFT saved. The weights can be in several files.
+        part: The state dict to read if a file contains several: the keys that lead to it, joined by
+            dots. A prefix can follow, to read only the weights whose names begin with it. None
+            reads the state dict at the top level or under a key that training frameworks use.
+        digest: A hash object of hashlib, or None. It is updated with the config of an adapter or
+            the index of a checkpoint in several files, and then with the files of weights.
     """
     state, within, notice = dict[str, Tensor](), part or "", ""
     files, config = weight_files(checkpoint)
@@ -108,22 +109,23 @@ def read_weights(checkpoint: Path, part: str | None = None, digest: Any = None) 
     if part and not chosen:
         raise InputError(
             f"{checkpoint}: the setting `state_dict` must contain the keys that lead to the "
-            f"weights in the file, joined by dots. Found no key {part}. There are weights under "
-            f"{listed(sorted({key.split('.')[0] for key in state}))}.",
+            f"weights in the file, joined by dots. Found no weights under {part}. The file "
+            f"contains weights under {listed(sorted({key.split('.')[0] for key in state}))}.",
             code="study.no_such_part",
         )
     unusual = [f"{key}, {kind}" for key, value in chosen.items() if (kind := _unusual_kind(value))]
     if unusual:
         raise InputError(
             f"{checkpoint}: weights must be plain tensors of numbers. Found {listed(unusual)}. "
-            "Save `state_dict()` of the trained model, with whole tensors in floating point.",
+            "Save the `state_dict()` of the trained model with plain floating-point tensors, which "
+            "are neither sharded nor quantized.",
             code="study.tensor_file",
         )
     return Weights(chosen, within, notice)
 
 
 def _unusual_kind(value: Tensor) -> str:
-    """Return the kind of a special tensor, such as DTensor or quantized, or "" for a plain one."""
+    """Return "" for a plain tensor, and else its kind, such as "DTensor" or "quantized"."""
     if type(value) not in {Tensor, nn.Parameter}:
         return type(value).__name__
     kinds = {"nested": value.is_nested, "quantized": value.is_quantized, "meta": value.is_meta}
@@ -135,9 +137,9 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], source: str) 
 
     ``state`` must contain all parameters and buffers of the model and nothing else, with the same
     shapes and finite values. If parameters are tied, their weights must be equal, and all but one
-    may be missing. ``num_batches_tracked`` of norm layers may be missing, because evaluation mode
-    does not use it. ``match_state_dict`` says which names fit. ``source`` is the checkpoint's name
-    in messages.
+    may be missing. The buffer ``num_batches_tracked`` of norm layers may be missing, because it is
+    not used in evaluation mode. ``match_state_dict`` documents how names may differ. Messages begin
+    with ``source``, which is the checkpoint's path.
     """
     fit = match_state_dict(model, state, source)
     _copy_weights(model, [fit.weights], fit, source)
@@ -146,7 +148,7 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], source: str) 
 def _copy_weights(
     model: nn.Module, pieces: Iterable[Mapping[str, Tensor]], fit: Fit, source: str
 ) -> None:
-    """Copy ``fit.weights`` into a model, in ``pieces`` so that less memory is needed."""
+    """Check the weights in ``pieces``, which together are ``fit.weights``, and load each piece."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     _check_tied(parameters, fit.weights, source)
     for piece in pieces:
@@ -169,14 +171,14 @@ def _check_finite(weights: Mapping[str, Tensor], source: str) -> None:
 
 def _is_finite(values: Tensor) -> bool:
     values = torch.view_as_real(values) if values.is_complex() else values
-    # aminmax returns NaN if any entry is NaN. It takes a tenth of the time of torch.isfinite.
+    # If any entry is NaN, so are the minimum and the maximum. Computing them takes a tenth of the
+    # time of applying torch.isfinite to all entries.
     return not values.numel() or bool(torch.stack(values.aminmax()).isfinite().all())
 
 
 def _check_tied(
     parameters: Mapping[str, Tensor], weights: Mapping[str, Tensor], source: str
 ) -> None:
-    """Raise an error if a checkpoint has different weights for parameters that the model ties."""
     first: dict[int, str] = {}
     differing = set[str]()
     for key, parameter in parameters.items():
@@ -199,8 +201,8 @@ def load_checkpoint(model: nn.Module, checkpoint: Path, part: str | None = None)
     """Load the weights in a file or folder into ``model``, and put it into evaluation mode.
 
     ``read_weights`` documents ``checkpoint`` and ``part``, and ``load_state_dict`` documents
-    which weights fit. The weights in an adapter's folder are loaded into the active adapter of a
-    PeftModel, which must have the same keys, shapes and settings.
+    which weights fit. If the folder contains an adapter, ``model`` must be a PeftModel. Its active
+    adapter, which gets the weights, must have the same keys, shapes and settings.
 
     Returns:
         The hash of the files as ``sha256``. For an adapter, also the hash of all weights in the
@@ -222,7 +224,7 @@ def load_checkpoint(model: nn.Module, checkpoint: Path, part: str | None = None)
     _check_finite(weights.state, source)
     adapter.load(weights.state)
     model.eval()
-    # A state dict also contains what get_extra_state() returns, which may not be a tensor.
+    # A module's get_extra_state() can add objects that are not tensors to the state dict.
     tensors = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
     return {"sha256": sha256, "model_sha256": state_dict_sha256(tensors)}
 
@@ -234,12 +236,13 @@ def _pieces(
     state: Mapping[str, Tensor],
     before: list[tuple[int, ...]],
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield a checkpoint's weights in pieces, each from a new memory map.
+    """Yield a checkpoint's weights in pieces, to save memory while they are copied into a model.
 
-    Pages that were read from a memory map stay in memory as long as the map exists. With one map
-    for all pieces, the weights would be in memory twice. ``names`` maps names of weights in the
-    file to names in the model. ``before`` contains the ``_stamps`` of the files before they were
-    hashed. If the stamps have changed, an error is raised.
+    The part of a memory-mapped file that has been read stays in memory until the map is closed.
+    With one map for the whole file, the weights would be in memory twice. Therefore, each piece is
+    read through a new map. ``names`` maps names of weights in the file to names in the model, and
+    ``state`` is the file's state dict. ``before`` is the result of ``_stamps`` before the files
+    were hashed. An error is raised if the files have changed since then.
     """
     keys, n_bytes = list[str](), 0
     for i, key in enumerate(names, 1):
@@ -258,13 +261,16 @@ def _pieces(
 
 
 def _stamps(checkpoint: Path) -> list[tuple[int, ...]]:
-    """Return the inode, size and times of each file, which change if the file is replaced."""
+    """Return the inode, size and times of each file of weights, to notice if a file changes."""
     stats = [path.stat() for path in weight_files(checkpoint)[0]]
     return [(s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in stats]
 
 
 def _loads_plainly(model: nn.Module) -> bool:
-    """Return whether ``load_state_dict`` copies each weight unchanged to the same name."""
+    """Return whether ``model.load_state_dict`` copies all weights as they are.
+
+    Hooks and overridden methods could rename or change the weights.
+    """
     named = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     return (
         type(model).load_state_dict is nn.Module.load_state_dict
@@ -283,11 +289,13 @@ def _loads_plainly(model: nn.Module) -> bool:
 def check_checkpoint(
     model: nn.Module, checkpoint: Path, part: str | None = None
 ) -> tuple[bool, str]:
-    """Run the checks of ``load_checkpoint`` that need no values of weights and no checksums.
+    """Check whether a checkpoint fits a model, before jobs load it.
+
+    These are the checks of ``load_checkpoint`` that read neither weights nor checksums.
 
     Returns:
-        Whether transformers converts the weights, which needs memory for a second copy, and all
-        notices about the checkpoint as one text, or "".
+        Whether transformers must convert the weights, which needs memory for a second copy, and
+        one text with all notices about the checkpoint, or "".
     """
     weights = read_weights(checkpoint, part)
     if (checkpoint / ADAPTER_CONFIG).is_file():
@@ -300,7 +308,7 @@ def check_checkpoint(
 
 
 def _fitting_adapter(model: nn.Module, state: Mapping[str, Tensor], folder: Path) -> Adapter:
-    """Return the model's adapter, after checking that the weights in ``folder`` fit it."""
+    """Return the model's adapter. Raise an error unless the adapter in ``folder`` fits it."""
     adapter = Adapter.active(model, folder)
     settings, layer_settings = adapter.differing_settings(folder)
     misfits = misfits_of(state, adapter.weights(state))
@@ -319,7 +327,7 @@ def _fitting_adapter(model: nn.Module, state: Mapping[str, Tensor], folder: Path
 
 
 def hash_tensors(digest: Any, tensors: Mapping[Any, Tensor]) -> None:
-    """Update a hash object with the names, dtypes, shapes and bytes of tensors, in their order."""
+    """Update a hash object with the name, dtype, shape and bytes of each tensor, in order."""
     for name, tensor in tensors.items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         values = tensor.detach().cpu().contiguous().reshape(-1)

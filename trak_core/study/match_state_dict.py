@@ -1,8 +1,9 @@
 """Match the weights in a checkpoint with those of a model by name.
 
-Wrappers around a model add parts to the names of weights: data parallelism adds ``module.``,
-torch.compile adds ``_orig_mod.``, and Lightning adds the name of an attribute. Weights fit if the
-names match one to one after such parts are removed. Weights that the model lacks are an error.
+A model can be trained within a wrapper, which adds a part to the names of weights: data parallelism
+adds ``module.``, torch.compile adds ``_orig_mod.``, and Lightning adds the name of an attribute.
+A checkpoint fits if its names are those of the model after such parts are removed. It is an error
+if the checkpoint contains weights that the model lacks, or lacks weights of the model.
 """
 
 import os
@@ -17,23 +18,26 @@ from torch import Tensor, nn
 from trak_core.errors import InputError, listed
 from trak_core.study.hugging_face_weights import convert_weights
 
-# The parts of names to remove in three attempts to match them. The first removes nothing, and the
-# second what FSDP, torch.compile and activation checkpointing add. Only the third also removes
-# `module`, which data parallelism adds, because `module` can be the name of a submodule.
+# Three attempts are made to match names. The first removes nothing. The second removes the parts
+# that FSDP, torch.compile and activation checkpointing add to names. The third also removes
+# `module`, which data parallelism adds, but which can also be the name of a submodule.
 _WRAPPERS = "_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module"
 _WRAPPER_PATTERNS = [
     re.compile(rf"(?<![^.])({names})\.") for names in ("(?!)", _WRAPPERS, f"{_WRAPPERS}|module")
 ]
-_MAX_PREFIXES = 4  # The number of prefixes to try that only some of the names have.
+_MAX_PREFIXES = 4  # The number of prefixes to try that not all names share.
 
 
 def misfits_of(
     state: Mapping[str, Tensor], own: Mapping[str, Tensor], unread: Container[str] = ()
 ) -> dict[str, list[str]]:
-    """Return the keys of state dicts that do not fit, by the kind of the difference.
+    """Compare the state dict of a checkpoint (``state``) with that of the model (``own``).
 
-    ``state`` is the state dict of a checkpoint, and ``own`` is the state dict of the model. Keys in
-    ``unread`` may be missing from the checkpoint. One of several tied weights is enough.
+    Keys in ``unread`` may be missing from the checkpoint. If weights are tied in the model, the
+    checkpoint must contain at least one of them.
+
+    Returns:
+        The keys that do not fit, by the kind of the difference, such as "of another shape".
     """
     both = [key for key in own if key in state]
     stored = {_location(own[key]) for key in both if own[key].numel()}
@@ -62,10 +66,9 @@ def _location(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _fits_type(stored: Tensor, own: Tensor) -> bool:
-    """Return whether a stored tensor can be converted to the dtype of the model's tensor."""
     if stored.layout is not torch.strided or stored.is_complex() > own.is_complex():
         return False
-    # Floats of 8 bits are quantized weights. Without their scales, the values are meaningless.
+    # 8-bit floats are quantized weights, whose values are meaningless without their scales.
     if stored.is_floating_point() and stored.dtype.itemsize == 1:
         return False
     return stored.is_floating_point() or not own.is_floating_point()
@@ -84,7 +87,11 @@ def shared_prefixes(names: Iterable[str]) -> list[str]:
 
 
 def _prefixes(names: Iterable[str], own: Container[str]) -> Iterator[str]:
-    """Yield the prefixes that all names share, then those that often precede a name in ``own``."""
+    """Yield prefixes whose removal may turn names into those of the model (``own``).
+
+    First come the prefixes that all names share. Then come the prefixes that most frequently
+    precede one of the model's names.
+    """
     yield from shared_prefixes(names)
     before_own = Counter(
         name[: end + 1]
@@ -96,10 +103,11 @@ def _prefixes(names: Iterable[str], own: Container[str]) -> Iterator[str]:
 
 
 class Fit(NamedTuple):
-    """Weights that fit a model."""
+    """The weights of a checkpoint that fits a model, under the names that the model uses."""
 
-    weights: dict[str, Tensor]  # The weights by their names in the model.
-    names: dict[str, str] | None  # Maps names in the file to names in the model. None if converted.
+    weights: dict[str, Tensor]
+    # Maps names in the file to names in the model. None if transformers converted the weights.
+    names: dict[str, str] | None
     notices: Sequence[str]  # Sentences to print, about the changes that were necessary.
 
 
@@ -109,14 +117,15 @@ def match_state_dict(
     """Return a checkpoint's weights under the names that they have in a model.
 
     If the names in the checkpoint differ from those in the model, three changes are tried. First, a
-    prefix is removed. Second, the parts that FSDP, torch.compile, activation checkpointing and data
-    parallelism add to names are removed from both, unless two names would become equal. Third,
-    transformers converts the weights. ``source`` is the checkpoint's name in messages. ``within``
-    contains the keys that lead to ``state`` in its file, joined by dots.
+    prefix is removed from the checkpoint's names. Second, the parts that FSDP, torch.compile,
+    activation checkpointing and data parallelism add to names are removed from the names of both,
+    unless two names would become equal. Third, transformers converts the weights. Messages begin
+    with ``source``. ``within`` contains the keys that lead to ``state`` in its file, joined by
+    dots.
 
     Raises:
-        InputError: If no change helps. The message lists the differences in the closest attempt,
-            and any prefixes under which all keys fit.
+        InputError: If the names still differ. The message lists the differences in the closest
+            attempt. If all weights under some prefix fit, the message suggests using only these.
     """
     own = model.state_dict()
     norms = [n for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
@@ -176,5 +185,5 @@ def _count(misfits: Mapping[str, Sequence[str]]) -> int:
 
 
 def in_words(misfits: Mapping[str, Sequence[str]]) -> str:
-    """Return the result of ``misfits_of`` as a text."""
+    """Return the result of ``misfits_of`` as a text for an error message."""
     return "; ".join(f"{kind}: {listed(keys)}" for kind, keys in misfits.items())

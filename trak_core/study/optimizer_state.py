@@ -1,8 +1,9 @@
 """Read Adam's second moments from the optimizer's state that is saved with a checkpoint.
 
-In an optimizer's state, parameters are numbered, group by group. They also have names if the
-optimizer was created with named parameters. Otherwise the model's parameters are matched with the
-numbers by order and shape, and an ambiguous match raises an error.
+An optimizer's state identifies parameters by numbers, which continue from one parameter group to
+the next. It also contains the names of the parameters if the optimizer was created with named
+parameters. Otherwise, numbers are assigned to the model's parameters by order and shape, and it is
+an error if more than one assignment is possible.
 """
 
 import hashlib
@@ -19,13 +20,13 @@ from trak_core.settings import OPTIMIZER_FILE
 from trak_core.study.match_state_dict import shared_prefixes
 from trak_core.study.weight_files import read_tensors
 
-# Keys of the optimizer's state in a file that also contains the model's state.
+# Keys under which training scripts store the optimizer's state in a file with the model's state.
 _KEYS = ("optimizer_state_dict", "optimizer")
 _TAKES = (
     "`preconditioner: adam` accepts a folder that transformers' Trainer saved without "
     "save_only_model, and a file of {'model_state_dict': ..., 'optimizer_state_dict': ...}."
 )
-_MAX_MATCHES = 10_000  # If there are more partial matches, the search stops.
+_MAX_MATCHES = 10_000  # The number of partial matches at which the search is given up.
 
 
 def adam_scales(
@@ -37,22 +38,22 @@ def adam_scales(
     """Return the factors by which Adam multiplies a gradient: 1 / (sqrt(v / (1 - b^t)) + eps).
 
     v is the running mean of squared gradients (with ``amsgrad``, the maximum of the mean), b is the
-    decay rate beta_2, and t is the number of steps. For v = 0, the factor is 0, because the
-    gradient of such an entry was 0 in the whole training.
+    decay rate beta_2, and t is the number of steps. If v is 0, the factor is 0, because the
+    gradient was 0 throughout training.
 
     Args:
-        model: The model.
+        model: The model that make_model() builds.
         parameters: The parameters for which gradients are computed, by name.
-        trained: Names of the parameters that have ``requires_grad`` in a new model.
-        checkpoint: A folder with ``optimizer.pt``, as transformers' Trainer saves it, or a file
-            with the states of model and optimizer.
+        trained: Names of the parameters that have ``requires_grad=True`` in a newly built model.
+        checkpoint: A folder that contains ``optimizer.pt``, as transformers' Trainer saves it, or a
+            file that contains the states of the model and the optimizer.
 
     Returns:
-        The factors by the name of the parameter (float32, on the CPU), and the SHA-256 of the file.
+        A float32 tensor of factors on the CPU for each parameter's name, and the file's SHA-256.
 
     Raises:
-        InputError: If the file has no state of Adam, or if its numbers of parameters cannot be
-            matched with the model's parameters.
+        InputError: If the file has no state of Adam, or if it is unclear which of its parameters
+            is which parameter of the model.
 
     Source: Kingma and Ba, "Adam", ICLR 2015, algorithm 1.
     """
@@ -63,7 +64,7 @@ def adam_scales(
     if lacking:
         raise InputError(
             f"{source}: every selected parameter must have second moments. Found none for "
-            f"{listed(lacking)}, because training computed no gradient for it. Exclude these "
+            f"{listed(lacking)}, because training computed no gradients for them. Exclude these "
             "parameters with the setting `parameters`.",
             code="study.second_moments",
         )
@@ -88,7 +89,7 @@ def adam_scales(
 
 
 def _read_state(source: Path) -> tuple[list[dict[str, Any]], dict[int, dict[str, Any]], str]:
-    """Return the groups of parameters, the state of each numbered parameter, and the SHA-256."""
+    """Return the parameter groups, the state of each parameter by number, and the SHA-256."""
     digest = hashlib.sha256()
     must = "an optimizer's state must be a whole file of torch.save"
     saved = read_tensors(source, must, _TAKES, digest)
@@ -126,21 +127,24 @@ def _numbers(
     moments: Mapping[int, Mapping[str, Any]],
     source: Path,
 ) -> dict[str, int]:
-    """Return the number of each parameter in the optimizer's state, by the parameter's name."""
+    """Return a dict from the names of parameters to their numbers in the optimizer's state."""
     ids = [list(group["params"]) for group in groups]
     flat = [number for group in ids for number in group]
     if all("param_names" in group for group in groups):  # The optimizer stored names.
         given = [str(name) for group in groups for name in group["param_names"]]
-        # Remove the shared prefix for which most names are names in the model. If several prefixes
-        # are equally good, remove the shortest, because a submodule can have the model's names.
+        # A wrapper around the trained model adds a prefix to all names. Remove the prefix after
+        # which the most names are names in the model. If several are equally good, remove the
+        # shortest, because a submodule can have parameters of the same names as the model.
         own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         bare = ([n.removeprefix(prefix) for n in given] for prefix in shared_prefixes(given))
         given = max(bare, key=lambda names: len(own.intersection(names)))
         unknown = selected - set(given)
         if unknown or len(given) != len(flat):
             raise InputError(
-                f"{source}: the optimizer must have the same names of parameters as the model from "
-                f"make_model(). Found no {listed(sorted(unknown))} in its names {listed(given)}.",
+                f"{source}: the optimizer's parameters must have the same names as those of the "
+                f"model that make_model() returns. Found no {listed(sorted(unknown))} among the "
+                f"optimizer's names {listed(given)}. Let make_model() build the model that was "
+                "trained.",
                 code="study.optimizer_names",
             )
         return dict(zip(given, flat, strict=True))
@@ -150,7 +154,8 @@ def _numbers(
     }
     named = {name: tuple(p.shape) for name, p in model.named_parameters()}
     orders: list[list[int]] = []
-    # ``trained`` is empty if the model is frozen for inference, so other sets are tried as well.
+    # If make_model() freezes the model for inference, ``trained`` is empty. Therefore, the selected
+    # parameters and all parameters are tried, too.
     for names in (trained, selected, {*named}):
         own = {name: shape for name, shape in named.items() if name in names}
         if len(own) == len(shapes):
@@ -161,8 +166,8 @@ def _numbers(
     raise InputError(
         f"{source}: the optimizer's parameters must be those of the model that make_model() "
         f"returns. Found {len(shapes)} parameters in {len(ids)} groups. In the model, "
-        f"{len(trained)} of {len(named)} parameters have requires_grad. There is {matches} by "
-        "order and shape. Let make_model() freeze the same parameters as in training (for PEFT, "
+        f"{len(trained)} of {len(named)} parameters have requires_grad=True. Order and shape give "
+        f"{matches}. Let make_model() freeze the same parameters as in training (for PEFT, "
         "call PeftModel.from_pretrained with is_trainable=True). Or train with "
         "`AdamW(model.named_parameters())`, which stores the names.",
         code="study.optimizer_order",
@@ -174,12 +179,13 @@ def _orders(
     groups: Sequence[Sequence[int]],
     shapes: Mapping[int, tuple[int, ...] | None],
 ) -> list[list[int]]:
-    """Return ways to merge the numbers in ``groups`` so that their shapes are ``expected``.
+    """Return orders of an optimizer's parameters in which they have the shapes ``expected``.
 
-    Numbers of the same group keep their order. At most two ways are returned, which is enough to
-    show whether the match is unique. A shape of None fits any expected shape.
+    ``groups`` contains the numbers of the parameters in each parameter group, which keep their
+    order. ``shapes`` maps these numbers to shapes. A shape of None fits any expected shape. At most
+    two orders are returned, which is enough to know whether the order is unique.
     """
-    # The key of a partial match contains the number of parameters taken from each group.
+    # Orders of the first parameters, by the number of parameters taken from each group.
     partial: dict[tuple[int, ...], list[list[int]]] = {(0,) * len(groups): [[]]}
     for shape in expected:
         longer = defaultdict(list)

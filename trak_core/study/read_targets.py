@@ -1,9 +1,9 @@
 """Read the targets of an experiment from the study, or from a file that the experiment names.
 
-A Python file defines ``target_data()`` and optionally ``target_ids()``, as a study does. Any other
-file contains rows, which ``trak_core.data.rows`` reads and the study's ``encode(**row)`` converts
-to samples. The field ``id`` of a row is the sample's id. If rows have no such field, the ids are 0,
-1, 2, ...
+The file can be a Python file that defines ``target_data()`` and optionally ``target_ids()``, as a
+study does. Any other file contains rows, which ``trak_core.data.rows`` reads. The study's function
+``encode(**row)`` converts each row to a sample. The field ``id`` of a row is the sample's id. If
+the rows have no such field, the ids are 0, 1, 2, ...
 """
 
 import inspect
@@ -25,11 +25,11 @@ def split_of(
     """Return the training samples, or the targets of an experiment.
 
     Args:
-        study: The study.
+        study: The study that contains the samples.
         name: ``TRAIN`` for the training samples, or the name of an experiment.
         targets: The ids of the samples to return, in order. None returns all samples.
-        question: A file with the experiment's targets, or None to take them from the study's
-            ``target_data()``.
+        question: The file that contains the experiment's targets, or None if the study's
+            ``target_data()`` contains them.
     """
     if question is None:
         return study.split(name, targets)
@@ -43,9 +43,9 @@ def split_of(
 
 
 def read_questions(path: Path) -> tuple[list[int] | list[str], RowFile]:
-    """Return the ids of the targets in a file, and its rows. The rows have no field ``id``.
+    """Return the ids of the targets in a file, and the rows without the field ``id``.
 
-    All rows must have the same fields, and each field must have a value.
+    It is an error if two rows have different fields, or if a field is null.
     """
     rows = read_rows(path)
     ids = checked_ids(rows.ids(), len(rows), f"{path}: the field id")
@@ -64,18 +64,20 @@ def read_questions(path: Path) -> tuple[list[int] | list[str], RowFile]:
 def encoded_line(
     study: Study, line: str | bytes | Mapping[str, Any], number: int
 ) -> tuple[int | str, Any, dict[str, Any]]:
-    """Convert a line, or a dict of its fields, to a sample with the study's ``encode``.
+    """Convert a line that a user asks about to a sample, with the study's ``encode``.
 
-    A line is a JSON object of fields. Any other line becomes the value of the field ``text``.
+    A line is a JSON object with the sample's fields, a dict of these fields, or a text, which does
+    not begin with "{". A text becomes the value of the field ``text``.
 
     Returns:
-        The sample's id (the field ``id``, or ``number`` without this field), the sample, and the
-        fields that become columns.
+        The sample's id (the field ``id``, or ``number`` if the line has no such field), the sample,
+        and the fields that tables show as columns.
     """
     line = line if isinstance(line, Mapping) else _parsed_line(line)
     fields = {key: value for key, value in line.items() if key != "id"}
     (own_id,) = checked_ids([line.get("id", number)], 1, "The field id of a line")
-    # Errors show the signature of encode(), which may have no parameter `text` for a plain line.
+    # If encode() fails, the message shows its signature. From it, the user may see that encode()
+    # has no parameter `text` for a plain text.
     sample = _encoded(study, fields, str(inspect.signature(study.function("encode"))))
     return own_id, sample, {k: v for k, v in fields.items() if k not in study.fields_read}
 
@@ -86,7 +88,6 @@ def _encoded(study: Study, fields: Mapping[str, Any], signature: str = "()") -> 
 
 
 def _parsed_line(line: str | bytes) -> dict[str, Any]:
-    """Return the fields in a line with a JSON object. Any other line becomes the field ``text``."""
     try:
         text = (line.decode("utf-8-sig") if isinstance(line, bytes) else line).strip()
         return parsed_json(text) if text.startswith("{") else {"text": text}

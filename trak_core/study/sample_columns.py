@@ -1,8 +1,8 @@
 """Read the user-defined columns of samples, such as the source or the annotator of each sample.
 
-A study's ``train_columns()`` and ``target_columns()`` return columns by name, with a value for each
-sample in ``train_data()`` or ``target_data()``. If targets are read from a file of rows, the fields
-of the rows are the columns.
+A study's ``train_columns()`` and ``target_columns()`` return a dict or a table of columns, with a
+value for each sample in ``train_data()`` or ``target_data()``. If targets are read from a file of
+rows, the fields of the rows are the columns.
 """
 
 from collections.abc import Container, Mapping, Sequence
@@ -21,7 +21,7 @@ from trak_core.study.dataset_split import users_code
 from trak_core.study.read_targets import read_questions
 from trak_core.study.study import Study
 
-# Names that users' columns must not have, because tables of results contain columns of these names.
+# Names that user-defined columns must not have, because results have columns with these names.
 RESERVED = frozenset({
     *("id", "index", "label", "prediction", "output", "output_sd", "loss_weight", "improves"),
     *("help", "harm", "harmed_label", "self_influence", "rank", "score", "target_id", "train_id"),
@@ -33,12 +33,12 @@ _MOST_BYTES = 255
 def columns_of(
     study: Study | None, name: str, ids: Sequence[int | str], question: Path | None = None
 ) -> pd.DataFrame:
-    """Return the user-defined columns of samples, with a row for each of ``ids``, in order.
+    """Return a table of the user-defined columns, with a row for each sample in ``ids``, in order.
 
-    ``name`` is ``TRAIN`` or the name of an experiment. ``question`` is a file with the experiment's
-    targets, or None if the study defines them. ``study`` may be None if ``question`` is a file of
-    rows. Columns are int64, float64 or texts of at most 255 bytes. If a value is missing, the
-    column is converted to texts.
+    ``name`` is ``TRAIN`` for the training samples, or the name of an experiment for its targets.
+    ``question`` is the file that contains the experiment's targets, or None if the study contains
+    them. ``study`` may be None if ``question`` is a file of rows. The dtypes are int64, float64 and
+    texts of at most 255 bytes. A column in which a value is missing is converted to texts.
     """
     if question is not None and question.suffix != ".py":
         known, rows = read_questions(question)
@@ -54,7 +54,7 @@ def columns_of(
         if len(known) != len(frame):
             raise InputError(
                 f"{source.path}: {pool}_columns() must return a value for each of the {len(known)} "
-                f"samples. Found {len(frame)}.",
+                f"samples. Found {len(frame)} values.",
                 code="study.columns_length",
             )
     rows = {sample_id: row for row, sample_id in enumerate(known)}
@@ -62,8 +62,8 @@ def columns_of(
     if missing:
         raise InputError(
             f"{name}: the columns must have values for all samples that have scores. Found values "
-            f"for {len(rows)} samples, but not for {missing[0]}. Check whether the data have "
-            "changed since the scores were computed.",
+            f"for {len(rows)} samples, but not for sample {missing[0]}. Check whether the data "
+            "have changed since the scores were computed.",
             code="study.columns_ids",
         )
     return frame.iloc[[rows[i] for i in ids]].reset_index(drop=True)
@@ -72,10 +72,10 @@ def columns_of(
 def with_class_names(
     rows: pd.DataFrame, columns: Sequence[str], study_file: Path, model_output: str
 ) -> pd.DataFrame:
-    """Return a table in which the study's class names replace class numbers in ``columns``.
+    """Return the table ``rows`` with class names in place of class numbers in ``columns``.
 
-    Numbers without a name are kept. If labels of ``model_output`` are not classes, ``rows`` is
-    returned unchanged.
+    The study in ``study_file`` defines the names. Numbers without a name are kept. If the labels of
+    ``model_output`` are not classes, the table is returned unchanged.
     """
     names = Study.load(study_file).class_names()
     is_class = bool(names) and about_output(model_output).labels_are_classes
@@ -83,9 +83,9 @@ def with_class_names(
 
 
 def with_names(rows: pd.DataFrame, columns: Sequence[str], names: Sequence[str]) -> pd.DataFrame:
-    """Return a table in which ``names`` of classes replace their numbers in ``columns``.
+    """Return the table ``rows`` with the class names ``names`` in place of numbers in ``columns``.
 
-    Columns that the table ``rows`` lacks are ignored. Numbers without a name are kept.
+    Columns that the table does not have are ignored. Numbers without a name are kept.
     """
     columns = [column for column in columns if column in rows]
     return rows.assign(**{c: [named(names, n) for n in rows[c].tolist()] for c in columns})
@@ -98,9 +98,10 @@ def named(names: Sequence[str], number: Any) -> Any:
 
 
 def columns_from(rows: RowFile, used: Container[str]) -> pd.DataFrame:
-    """Return a table of the fields of rows that samples do not use, except long texts and lists.
+    """Return a table of the fields in a file's rows, except those in ``used``.
 
-    ``used`` contains the fields from which samples are made.
+    The fields in ``used`` are the model's inputs and labels, which are not shown as columns. A
+    field that contains long texts or lists is left out, and a notice names it.
     """
     names = dict.fromkeys(name for row in rows for name in row if name not in used)
     columns = short_columns({name: rows.column(name) for name in names})
@@ -117,7 +118,7 @@ def columns_from(rows: RowFile, used: Container[str]) -> pd.DataFrame:
 def short_columns(columns: Mapping[str, Sequence[Any]]) -> pd.DataFrame:
     """Return a table of the columns that contain only numbers and texts of at most 255 bytes.
 
-    A name in ``RESERVED`` gets the prefix ``own_``, repeatedly if necessary, until it is free.
+    A name in ``RESERVED`` gets the prefix ``own_``, and gets it again if the new name is taken.
     """
     kept = {}
     for name, values in columns.items():
@@ -137,7 +138,6 @@ def short_columns(columns: Mapping[str, Sequence[Any]]) -> pd.DataFrame:
 
 
 def _study_columns(study: Study, function: str) -> pd.DataFrame:
-    """Return the columns that a study's function returns, or none if there is no such function."""
     if not study.has(function):
         return pd.DataFrame()
     with users_code(f"{study.path}: {function}()"):
@@ -146,15 +146,16 @@ def _study_columns(study: Study, function: str) -> pd.DataFrame:
     wrong = [name for name in columns if not _is_name(name) or name in RESERVED]
     if wrong:
         raise InputError(
-            f"{study.path}: {function}() must return columns by name. A name must be a str. It "
-            f"must not be one of {', '.join(sorted(RESERVED))}. Found {wrong[0]!r}.",
+            f"{study.path}: {function}() must return columns by name. A name must be a str of at "
+            f"most {_MOST_BYTES} bytes, and must not be one of {', '.join(sorted(RESERVED))}. "
+            f"Found the name {wrong[0]!r}.",
             code="study.column_name",
         )
     if len({len(values) for values in columns.values()}) > 1:
-        lengths = ", ".join(f"{len(values)} of {name}" for name, values in columns.items())
+        lengths = ", ".join(f"{len(values)} in {name}" for name, values in columns.items())
         raise InputError(
-            f"{study.path}: {function}() must return columns of equal length. Found lengths "
-            f"{lengths}.",
+            f"{study.path}: {function}() must return a value for each sample in every "
+            f"column. Found different numbers of values: {lengths}.",
             code="study.columns_length",
         )
     made = {name: _column([_plain(value) for value in values]) for name, values in columns.items()}
@@ -175,7 +176,6 @@ def _is_name(name: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return a NumPy or pandas value as a Python value, and a missing value as None."""
     value = value.item() if hasattr(value, "item") else value
     if value is pd.NaT or value is pd.NA:
         return None
@@ -187,9 +187,10 @@ def _is_float64(value: float) -> bool:
 
 
 def _column(values: Sequence[Any]) -> np.ndarray:
-    """Return a column as int64, as float64, or as texts without line breaks.
+    """Return the values of a column as an array of int64, float64, or texts without line breaks.
 
-    A column of floats and of integers that float64 would round is converted to texts.
+    If a column contains both floats and integers, and float64 would round one of the integers, the
+    values are converted to texts.
     """
     if all(isinstance(value, int) and -(2**63) <= value < 2**63 for value in values):
         return np.array([int(value) for value in values], dtype=np.int64)

@@ -20,24 +20,24 @@ from trak_core.study.study import Study
 
 # The number of characters to which texts are shortened in tables and notebooks.
 SHORTENED = 200
-# Pictures have 200 pixels, twice the size in CSS pixels at which they are shown, so that they are
-# sharp on high-density screens.
+# The longer side of a picture has about 200 pixels. Pages show it with half as many CSS pixels, so
+# that it is sharp on high-density screens.
 _INCHES, _DPI = 1.0, 200
-# If a PNG is larger, it is probably a photograph. It is saved as JPEG, with a fifth of the size.
+# A larger PNG is probably a photograph. It is saved as a JPEG, which needs a fifth of the space.
 _PNG_BYTES = 12_000
-_LEFT = "\N{LEFT-TO-RIGHT MARK}"  # An invisible mark for table cells to be aligned left.
+_LEFT = "\N{LEFT-TO-RIGHT MARK}"  # An invisible character that marks cells to be aligned left.
 _NOTEBOOK_PIXELS = 64  # The height of a picture in a notebook.
-_N_VALUES, _CHARACTERS = 12, 240  # The most values or characters that are printed.
+_N_VALUES, _CHARACTERS = 12, 240  # The largest numbers of values and of characters to print.
 # Python counts these characters as unprintable, but some scripts and emoji need them.
 _JOINERS = "\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A picture of a sample, its size in CSS pixels, and the text below it.
+    """A picture of a sample, its size in CSS pixels, and the text to show below it.
 
-    ``kind`` is png or jpeg, and ``data`` is the file's content. ``text`` is the result of the
-    study's ``describe``, or "" if the study has no ``describe``.
+    ``kind`` is png or jpeg, and ``data`` is the content of the image file. ``text`` is the result
+    of the study's ``describe``, or "" if the study does not define it.
     """
 
     kind: str
@@ -48,22 +48,23 @@ class Picture:
 
     @property
     def src(self) -> str:
-        """The picture as a data URL, for the attribute ``src`` of an HTML image."""
+        """A data URL that contains the picture, for the attribute ``src`` of an HTML image."""
         return f"data:image/{self.kind};base64,{base64.b64encode(self.data).decode()}"
 
 
 def are_drawn(study: Study, train: Split) -> bool:
-    """Return whether pages show pictures: the study has ``draw``, or its samples are images."""
+    """Return whether samples are shown as pictures, because of ``draw`` or as they are images."""
     return study.has("draw") or _pixels(train.sample(0)) is not None
 
 
 def show_sample(
     study: Study, sample_id: Any, sample: Any, characters: int, draws: bool
 ) -> Picture | str:
-    """Return a picture of a sample, or else its text from ``describe``, or else its values.
+    """Return a picture of a sample, or the text to show if no picture can be made.
 
-    A picture includes the text from ``describe``. The text is shortened to ``characters``
-    characters. ``draws`` is the result of ``are_drawn``.
+    The text is the result of the study's ``describe``, shortened to ``characters`` characters, or
+    a list of the sample's values if the study does not define ``describe``. A picture contains the
+    text from ``describe``, too. ``draws`` is the result of ``are_drawn``.
     """
     describes = study.has("describe")
     text = readable(study.describe(sample_id, sample), characters) if describes else ""
@@ -80,7 +81,10 @@ def show_sample(
 def sample_as_html(
     sample: Any, sample_id: Any, study: Study | None, describe: Callable[[Any], str] | None = None
 ) -> str:
-    """Return a sample as HTML: a picture, a text or values. Without a study, call ``describe``."""
+    """Return a sample as HTML for a notebook: a picture, a text, or the sample's values.
+
+    Without a study, the text comes from ``describe`` if it is given.
+    """
     if study is not None:
         draws = study.has("draw") or _pixels(sample) is not None
         shown = show_sample(study, sample_id, sample, SHORTENED, draws)
@@ -96,7 +100,7 @@ def sample_as_html(
 
 
 def table_as_html(table: pd.DataFrame) -> str:
-    """Return a table as HTML without the index. Texts are aligned left, and numbers right."""
+    """Return a table as HTML without its index. Texts are aligned left, and numbers right."""
     left = table.select_dtypes(exclude="number").columns
     columns = {name: [f"{_LEFT}{cell}" for cell in table[name]] for name in left}
     cells = table.assign(**columns).to_html(index=False, justify="left")
@@ -104,15 +108,16 @@ def table_as_html(table: pd.DataFrame) -> str:
 
 
 def short_text(study: Study, sample_id: Any, sample: Any) -> str:
-    """Return a sample's text, or its printed values, shortened and in one line."""
+    """Return one line for a sample: the shortened text from ``describe``, or else its values."""
     text = study.describe(sample_id, sample) if study.has("describe") else printed(sample)
     return " ".join(readable(text, SHORTENED).split())
 
 
 def shown_tokens(study: Study, sample_id: Any, sample: Any, n_tokens: int) -> list[str]:
-    """Return a text for each token of a sample, from the study's ``token_texts``.
+    """Return a text for each token of a sample.
 
-    If the study has no ``token_texts``, the texts are the token ids in ``input_ids``, or 1, 2, ...
+    The study's ``token_texts`` returns the texts. If the study does not define it, the texts are
+    the token ids in the sample's ``input_ids``, or 1, 2, ... if the sample has no such entry.
     """
     if study.has("token_texts"):
         return study.token_texts(sample_id, sample, n_tokens)
@@ -124,20 +129,21 @@ def shown_tokens(study: Study, sample_id: Any, sample: Any, n_tokens: int) -> li
 
 
 def _image(sample: Any) -> torch.Tensor | None:
-    """Return a sample's only input if it has the shape (1 or 3, height, width), else None."""
+    """Return a sample's only input if its shape is (1 or 3, height, width), else None."""
     inputs = [value for _, value in _inputs(sample)]
     if len(inputs) != 1 or not isinstance(inputs[0], torch.Tensor) or inputs[0].ndim != 3:
         return None
     image = inputs[0]
     is_image = image.shape[0] in (1, 3) and image.numel() > 0
-    # Integers other than uint8 are counts or indices, not pixels.
+    # Integers of other types than uint8 are counts or indices, not pixels.
     return image if is_image and (image.is_floating_point() or image.dtype == torch.uint8) else None
 
 
 def _pixels(sample: Any) -> Any:
     """Return a sample's image as a PIL image, or None if the sample is not an image.
 
-    If the image's file is known, it is read, because a transform may have changed the colours.
+    If the image's file is known, the file is shown instead of the model's input, because the
+    input's colours may be normalized.
     """
     if isinstance(sample, FromRow) and sample.picture is not None:
         return sample.picture()
@@ -150,7 +156,10 @@ def _pixels(sample: Any) -> Any:
 
 
 def _levels_of(image: torch.Tensor) -> np.ndarray:
-    """Return an image as uint8, channels last. If floats are not from 0 to 1, they are rescaled."""
+    """Return an image's pixels as uint8, shape (height, width, channels).
+
+    Floats should be from 0 to 1. If some are outside of this range, all are rescaled to it.
+    """
     scale = 255 if image.dtype == torch.uint8 else 1
     pixels = image.detach().cpu().float().numpy() / np.float32(scale)
     finite = pixels[np.isfinite(pixels)]
@@ -163,7 +172,7 @@ def _levels_of(image: torch.Tensor) -> np.ndarray:
 
 
 def _picture_of(picture: Any) -> Picture:
-    """Return a PIL image as a picture, enlarged or reduced to about 200 pixels."""
+    """Return a PIL image as a picture whose longer side has about 200 pixels."""
     from PIL import Image
 
     size = int(_INCHES * _DPI)
@@ -178,7 +187,7 @@ def _picture_of(picture: Any) -> Picture:
 
 
 def _encoded(picture: Any, width: int, height: int) -> Picture:
-    """Return a PIL image as PNG or JPEG. Pages show it with half of ``width`` and ``height``."""
+    """Return a PIL image as a PNG or JPEG, to be shown with half of ``width`` and ``height``."""
     kind, buffer = "png", io.BytesIO()
     picture.save(buffer, kind)
     if buffer.tell() > _PNG_BYTES:
@@ -188,7 +197,7 @@ def _encoded(picture: Any, width: int, height: int) -> Picture:
 
 
 def drawn(draw: Callable[..., Any], sample: Any) -> Picture:
-    """Return the picture of a sample that the study's ``draw(axes, sample)`` draws."""
+    """Return the picture that the study's function ``draw(axes, sample)`` draws of a sample."""
     from matplotlib.figure import Figure  # Only pages and notebooks need matplotlib.
     from PIL import Image
 
@@ -198,16 +207,16 @@ def drawn(draw: Callable[..., Any], sample: Any) -> Picture:
     axes.set(xticks=[], yticks=[])
     axes.spines[:].set_visible(False)
     buffer = io.BytesIO()
-    # With "tight", the picture includes what is drawn outside of the axes, and has no margins.
+    # "tight" removes margins, and extends the picture to what is drawn outside of the axes.
     figure.savefig(buffer, format="png", bbox_inches="tight", pad_inches=0)
     with Image.open(buffer) as picture:
         return _encoded(picture.convert("RGB"), *picture.size)
 
 
 def printed(sample: Sequence[Any] | Mapping[str, Any]) -> str:
-    """Return a text with the first values and the shape of each entry in a sample.
+    """Return a text with the first values and the shape of each entry of a sample.
 
-    If the sample is a tuple, the label is left out.
+    The label of a tuple is left out. A dict is shown with its labels.
     """
     entries = sample.items() if isinstance(sample, Mapping) else _inputs(sample)
     return "; ".join((f"{name}: " if name else "") + _values(value) for name, value in entries)
@@ -221,7 +230,7 @@ def _inputs(sample: Sequence[Any] | Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def contents_digest(sample: Any) -> bytes:
-    """Return a hash of a sample's inputs. The label is not included."""
+    """Return a hash of a sample's inputs without the label, to find samples with equal inputs."""
     digest = hashlib.blake2b(digest_size=16)
     for name, value in _inputs(sample):
         array = np.ascontiguousarray(_array(value))
@@ -253,10 +262,10 @@ def _array(value: Any) -> np.ndarray:
 
 
 def readable(text: str, characters: int) -> str:
-    """Return a text, shortened to ``characters`` printable characters. Line breaks are kept.
+    """Return a text without unprintable characters, shortened to ``characters`` characters.
 
-    The middle of a long text is replaced by " ... ". A third of the characters is from the end of
-    the text, because an answer follows its prompt.
+    Line breaks are kept. In a long text, " ... " replaces the middle. A third of the characters are
+    from the end of the text, because an answer follows its prompt.
     """
     if len(text) > 40 * characters:  # Only characters near the ends are processed.
         text = text[: 20 * characters] + text[-20 * characters :]
@@ -269,7 +278,7 @@ def readable(text: str, characters: int) -> str:
 
 
 def in_a_line(text: str) -> str:
-    """Return a text with spaces for tabs and line breaks, and without control characters."""
+    """Return a text in one line, with spaces for line breaks, and without control characters."""
     return "".join(map(_printable, text))
 
 
@@ -279,6 +288,6 @@ def _printable(character: str) -> str:
     if character.isspace():
         return " "
     # Control characters are removed, because some would change the direction of the text. Other
-    # unprintable characters are replaced, because UTF-8 cannot encode lone surrogates.
+    # unprintable characters are replaced, for example lone surrogates, which UTF-8 cannot encode.
     is_control = unicodedata.category(character) in ("Cc", "Cf")
     return "" if is_control else "\N{REPLACEMENT CHARACTER}"

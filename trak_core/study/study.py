@@ -1,6 +1,6 @@
-"""Load a study, which is a user's Python file that defines a model and data, and call its training.
+"""Load a study, which is a user's Python file that defines a model and data, and train its model.
 
-A study defines these functions. The functions after ``target_data`` are optional:
+A study defines these functions. Those after ``target_data`` are optional:
 
     make_model()             builds the torch module into which weights are loaded
     train_data()             returns the training samples: any object with len() and [i]
@@ -44,23 +44,26 @@ from trak_core.study.dataset_split import Split, checked_ids, users_code
 
 
 class _InWords(dict[int, int | None]):
-    """A ``str.translate`` table that replaces all but letters, marks, digits and _ by spaces."""
+    """A ``str.translate`` table for splitting texts into words.
+
+    It replaces all characters except letters, marks, digits and ``_`` with spaces.
+    """
 
     def __missing__(self, code: int) -> int:
-        # Unicode classifies many vowels of Hindi as marks, not as letters.
+        # Marks are parts of words. For example, many vowels of Hindi are marks in Unicode.
         is_part = chr(code).isalnum() or category(chr(code)).startswith("M") or chr(code) == "_"
         self[code] = own = code if is_part else ord(" ")
         return own
 
 
-# Soft hyphens and zero-width joiners are deleted, not replaced, because they occur within words.
+# Soft hyphens and zero-width joiners are deleted, because they occur within words.
 _IN_WORDS = _InWords(dict.fromkeys((0x00AD, 0x200C, 0x200D)))
 _SHOWN = 400  # The number of characters shown from either end of a long text.
 
 
 @contextmanager
 def _training_refused(path: Path) -> Generator[None, None, None]:
-    """Raise an error if ``backward()`` is called while the study's file ``path`` is imported."""
+    """Raise an error if ``backward()`` is called in the ``with`` block, which imports ``path``."""
     file = path.absolute()  # Frames have absolute paths, and the import may change the folder.
 
     def refuse(*_args: Any, **_kwargs: Any) -> None:
@@ -82,25 +85,28 @@ def _training_refused(path: Path) -> Generator[None, None, None]:
 
 
 def beginning_and_end(text: str) -> str:
-    """Return a text. If it is long, return only its beginning and its end."""
+    """Return a text, or only its beginning and its end if it is long."""
     return text if len(text) <= 2 * _SHOWN else f"{text[:_SHOWN]} ... {text[-_SHOWN:]}"
 
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """The functions of a study's file. Their results are checked when they are called."""
+    """A user's Python file that defines the model and data. Methods call its functions.
+
+    If a function fails or returns an unsuitable result, methods raise an ``InputError``.
+    """
 
     path: Path
     module: ModuleType
 
     @classmethod
     def load(cls, path: Path) -> "Study":
-        """Return the study that a Python file defines. The file is imported.
+        """Return the study that a Python file defines, after importing the file.
 
         Raises:
             InputError: If the import fails, trains a model, or changes the working folder.
         """
-        # With its folder in the path, the study can import modules there, as a script can.
+        # As for a script, the file's folder is in sys.path, so the file can import modules from it.
         sys.path.insert(0, str(path.parent.resolve()))
         spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec is not None
@@ -123,10 +129,11 @@ class Study:
 
     @property
     def name(self) -> str:
-        """The value of ``study`` in the config: a path, or the name of a ready-made study.
+        """The study as the config names it: a path, or the name of a ready-made study.
 
-        If the config has arguments for the study, ``path`` is a generated file, whose name contains
-        the study's name. That file has an attribute ``own`` if the study is a user's file.
+        If the config contains arguments for the study, ``path`` is a generated file that passes
+        them to the study. The name of this file contains the study's name. The generated file has
+        an attribute ``own`` if the study is a user's file and not a ready-made study.
         """
         written = re.fullmatch(r"(.+)_study_[0-9a-f]{8}", self.path.stem)
         if written is None:
@@ -134,7 +141,7 @@ class Study:
         return f"{written[1]}.py" if hasattr(self.module, "own") else written[1]
 
     def function(self, name: str) -> Callable[..., Any]:
-        """Return the study's function ``name``, or raise an InputError if it is missing."""
+        """Return the study's function ``name``. Raise an ``InputError`` if it is missing."""
         function = getattr(self.module, name, None)
         if not callable(function):
             own = [
@@ -159,7 +166,11 @@ class Study:
         return getattr(getattr(self.module, "study", None), "fields_read", ())
 
     def make_model(self) -> nn.Module:
-        """Return the module that ``make_model`` builds. It must be Python code, on one device."""
+        """Return the module that the study's ``make_model`` builds.
+
+        Raises:
+            InputError: If it is not a module, is in TorchScript, or is on several devices.
+        """
         function = self.function("make_model")
         with users_code(f"{self.path}: make_model()"):
             model = function()
@@ -187,7 +198,7 @@ class Study:
         return model
 
     def describe(self, sample_id: int | str, sample: Any, by: str = "describe") -> str:
-        """Return the text for a sample from the study's function ``by``: describe or as_read."""
+        """Return the text that ``describe`` or ``as_read`` (``by``) returns for a sample."""
         function = self.function(by)
         with users_code(f"{self.path}: {by}() of sample {sample_id}"):
             text = function(sample)
@@ -200,23 +211,24 @@ class Study:
         return text
 
     def first_as_read(self, split: Split) -> str:
-        """Return a text of the model's input for the first sample, or "" without ``as_read``."""
+        """Return the text from ``as_read`` for the first sample, or "" if it is not defined."""
         if not self.has("as_read"):
             return ""
         return beginning_and_end(self.describe(split.ids[0], split.sample(0), "as_read"))
 
     def words(self, split: Split) -> Iterator[list[str]]:
-        """Yield the words in the ``describe`` text of each sample, in lower case.
+        """Yield the words of the text that ``describe`` returns for each sample.
 
-        A word is a sequence of letters, combining marks, digits and ``_``, in normal form NFKC.
+        A word is a sequence of letters, combining marks, digits and ``_``. Words are in lower case
+        and in the Unicode normal form NFKC.
         """
         for row, sample_id in enumerate(split.ids):
-            # The result of casefold() may not be in normal form, so the text is normalized again.
+            # casefold() can return a text that is not in normal form, so it is normalized again.
             text = normalize("NFKC", self.describe(sample_id, split.sample(row))).casefold()
             yield normalize("NFKC", text).translate(_IN_WORDS).split()
 
     def token_texts(self, sample_id: int | str, sample: Any, n_tokens: int) -> list[str]:
-        """Return the study's text for each of the ``n_tokens`` tokens of a sample."""
+        """Return the texts of a sample's ``n_tokens`` tokens, from the study's ``token_texts``."""
         function = self.function("token_texts")
         with users_code(f"{self.path}: token_texts() of sample {sample_id}"):
             texts = list(function(sample))
@@ -231,7 +243,7 @@ class Study:
         return texts
 
     def class_names(self) -> list[str]:
-        """Return the names of the classes in the order of their numbers, or an empty list."""
+        """Return the names of the classes 0, 1, 2, ..., or an empty list if they have no names."""
         if not self.has("class_names"):
             return []
         with users_code(f"{self.path}: class_names()"):
@@ -248,7 +260,7 @@ class Study:
     def split(self, name: str, targets: Sequence[int | str] | None) -> Split:
         """Return samples from ``train_data`` if ``name`` is ``TRAIN``, else from ``target_data``.
 
-        ``targets`` are the ids of the samples to return, in order. None returns all samples.
+        ``targets`` contains the ids of the samples to return, in order. None returns all samples.
         """
         pool = "train" if name == TRAIN else "target"
         function = self.function(f"{pool}_data")
@@ -267,10 +279,11 @@ class Study:
         return split if targets is None else split.take(targets)
 
     def ids(self, pool: str, n_samples: int | None = None) -> list[int] | list[str]:
-        """Return the result of the study's ``train_ids`` or ``target_ids``, depending on ``pool``.
+        """Return the ids of training samples or targets.
 
-        If ``n_samples`` is given, there must be this number of ids. If the study then has no
-        function for ids, the ids are 0, 1, ...
+        ``pool`` is "train" for the result of the study's ``train_ids``, or "target" for that of
+        ``target_ids``. If ``n_samples`` is given, the number of ids must be equal to it. If the
+        study does not define the function, the ids are 0, 1, 2, ..., ``n_samples - 1``.
         """
         if n_samples is not None and not self.has(f"{pool}_ids"):
             return list(range(n_samples))
@@ -280,10 +293,10 @@ class Study:
 
 
 def trained_model(study: Study, arguments: dict[str, Any], data: Any = None) -> nn.Module:
-    """Return the model that the study's ``train`` returns or yields last. Check its weights.
+    """Return the model that the study's ``train`` returns or yields last.
 
-    ``arguments`` are passed to ``train`` by name. The samples to train on are passed as ``data`` if
-    they are not None.
+    ``arguments`` are passed to ``train`` by name. If ``data`` is not None, it contains the samples
+    to train on, and is passed to ``train`` as the argument ``data``.
 
     Raises:
         InputError: If ``train`` fails, or if weights are not finite.
@@ -295,13 +308,15 @@ def trained_model(study: Study, arguments: dict[str, Any], data: Any = None) -> 
 def models_along(
     study: Study, arguments: dict[str, Any], times: list[float]
 ) -> Generator[nn.Module]:
-    """Train a model, and yield it at each of the ascending ``times``.
+    """Train a model, and yield it at each of the ascending ``times``, such as numbers of epochs.
 
     The study's ``train`` must be a generator that yields (time, model) at least at these times.
 
     Yields:
-        The model at each time, with finite weights. It can be the same object each time, which
-        training changes between the times.
+        The model at each time. It may be the same object each time, updated in place.
+
+    Raises:
+        InputError: If ``train`` fails or misses a time, or if weights are not finite.
     """
     remaining = list(times)
     passed: list[str] = []
@@ -317,7 +332,8 @@ def models_along(
                 break
     raise InputError(
         f"{study.path}: train({arguments}) must yield (time, model) at each time under `at`. Found "
-        f"no model at {remaining[0]!r}, but models at {listed(passed) or 'no time'}.",
+        f"no model at {remaining[0]!r}, but models at {listed(passed) or 'no time'}. Yield a model "
+        "at this time, or change `at` in the config.",
         code="study.train",
     )
 

@@ -19,25 +19,25 @@ from torch import Tensor
 from trak_core.errors import InputError, caused_by_out_of_memory, listed
 from trak_core.settings import ADAPTER_CONFIG
 
-# Files that torch.save has written since torch 1.6 begin with _ZIP. A safetensors file begins with
-# the length of its header in 8 bytes. The last of these bytes is 0, and the header begins with "{".
+# Since torch 1.6, torch.save writes zip files, which begin with _ZIP. A safetensors file begins
+# with 8 bytes for the length of its header, the last of which is 0. The header begins with "{".
 _ZIP, _SAFETENSORS = b"PK\x03\x04", b"\0{"
-_FOLDER = 0x10  # The attribute that marks a folder in a zip file.
+_FOLDER = 0x10  # The attribute of an entry in a zip file that marks it as a folder.
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-# Files of weights in a Hugging Face folder. The first one that exists is read. An index lists
-# several files that together contain the weights.
+# Files of weights in a Hugging Face folder, of which the first existing one is read. An index is a
+# list of several files that together contain the weights.
 _FOLDER_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-# The keys under which training frameworks store a state dict together with other objects.
+# Keys under which training frameworks store a state dict in a file with other objects.
 WRAPPERS = ("state_dict", "model_state_dict", "model")
 
 
 class _LeftOut:
-    """A stand-in for all classes of objects in a file, so that their code is not executed."""
+    """A stand-in for the classes of pickled objects, whose code must not be executed."""
 
     def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:
         return super().__new__(cls)
@@ -50,16 +50,17 @@ class _LeftOut:
 
 
 def _load(path: Path, *, is_zip: bool) -> Any:
-    """Return the dict in a torch.save file, without the entries that contain objects.
+    """Return the dict in a torch.save file, without entries that cannot be loaded safely.
 
-    Some frameworks store objects with the weights, such as Lightning's hyper-parameters. If no
-    state dict without objects remains, torch's error is raised.
+    Some frameworks store objects of their own classes together with the weights. For example,
+    Lightning stores hyper-parameters. ``torch.load(weights_only=True)`` refuses such objects. Its
+    error is raised if no state dict remains without them.
     """
     name = str(path)
 
     def load() -> Any:
-        # torch can map only zip files into memory. If it opened a file named .safetensors, it would
-        # read the file as safetensors, whatever its content is.
+        # torch can map only zip files into memory. torch.load would read a path that ends in
+        # .safetensors as safetensors, even if torch.save wrote the file.
         if is_zip and not name.endswith(".safetensors"):
             return torch.load(name, map_location="cpu", weights_only=True, mmap=True)
         with path.open("rb") as file:
@@ -88,10 +89,11 @@ def is_state_dict(saved: object) -> bool:
 
 
 def state_dicts(saved: Any, name: str = "") -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield each state dict in a nested dict, preceded by the keys that lead to it.
+    """Yield each state dict in a nested dict, as a pair of its name and the state dict.
 
-    The keys are joined by dots, after ``name``. States of optimizers and dicts that contain only
-    scalars or integers are skipped.
+    The name consists of the keys that lead to the state dict, joined by dots. It begins with
+    ``name``, the name of ``saved`` itself. Optimizer states are skipped, and so are dicts that
+    contain only scalars or integers.
     """
     if is_state_dict(saved):
         if any(value.ndim and value.is_floating_point() for value in saved.values()):
@@ -111,10 +113,10 @@ def _has_objects(value: Any) -> bool:
 
 
 def _check_zip(path: Path) -> None:
-    """Raise an error if a checksum in a zip file is wrong. torch does not verify the checksums."""
+    """Raise an error if a checksum in a zip file is wrong. torch does not verify checksums."""
     with zipfile.ZipFile(path) as archive:
-        # torch can map only uncompressed parts into memory. For a part that is marked as a folder,
-        # it may return uninitialized memory.
+        # torch can map only uncompressed parts of a zip file into memory. If a part is marked as a
+        # folder, torch may return uninitialized memory as its content.
         if any(part.compress_type or part.external_attr & _FOLDER for part in archive.infolist()):
             raise ValueError("it has compressed parts or folders, which torch.save never writes")
         damaged = archive.testzip()
@@ -128,10 +130,10 @@ def _check_zip(path: Path) -> None:
 def read_tensors(path: Path, must: str, remedy: str, digest: Any = None) -> Any:
     """Return the content of a torch.save or safetensors file, with tensors on the CPU.
 
-    The format is recognized by the first bytes of the file, not by its name. Error messages contain
-    ``must``, which says what the file must be, and ``remedy``, which says what to do. ``digest`` is
-    a hash object or None. If it is given, it is updated with the file's bytes, and the checksums in
-    a torch.save file are verified.
+    The format is recognized by the first bytes of the file, not by its name. If reading fails, the
+    message contains ``must`` (a sentence on what the file must be) and ``remedy`` (a sentence on
+    what to do). ``digest`` is None or a hash object, which is updated with the file's bytes. With
+    a hash object, the checksums in a torch.save file are verified, too.
     """
     start = b""
     try:
@@ -159,7 +161,7 @@ def read_tensors(path: Path, must: str, remedy: str, digest: Any = None) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """Return the cause that an error from torch or safetensors states, without torch's advice."""
+    """Return the cause of an error from torch or safetensors, without the advice in its message."""
     text = str(error) or type(error).__name__
     if unsafe := re.search(r"(?:global:|unsupported) GLOBAL (\S+)", text):
         return f"it contains {unsafe[1].rstrip('.')}"
@@ -169,7 +171,7 @@ def _reason(error: Exception) -> str:
 
 
 def _shards(index: Path) -> list[Path]:
-    """Return the files of weights that an index lists. They must be in the folder of the index."""
+    """Return the files of weights that an index lists, which must be in the folder of the index."""
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         if not names or any(Path(name).name != name for name in names):
@@ -191,16 +193,20 @@ def _shards(index: Path) -> list[Path]:
 
 
 def weight_files(checkpoint: Path) -> tuple[list[Path], Path | None]:
-    """Return a checkpoint's files of weights, and the file of an adapter's config or an index.
+    """Return the paths of a checkpoint's files.
 
-    The second entry is None if a checkpoint has neither an adapter's config nor an index.
+    Returns:
+        The files that contain the weights, and one other file: the config of an adapter, or the
+        index that lists the files of weights. None if the checkpoint has no such file.
 
     Raises:
-        InputError: If a folder contains no weights, or weights of an adapter and of a whole model.
+        InputError: If a folder contains no weights, or those of both an adapter and a whole model.
     """
     if not checkpoint.exists():
         raise InputError(
-            f"{checkpoint}: a checkpoint must exist. Found nothing there.", code="study.no_weights"
+            f"{checkpoint}: a checkpoint must be a file or a folder. Found nothing at this path. "
+            "Correct the path, or copy the checkpoint to it.",
+            code="study.no_weights",
         )
     if not checkpoint.is_dir():
         if checkpoint.name in ADAPTER_WEIGHTS:
@@ -232,7 +238,7 @@ def weight_files(checkpoint: Path) -> tuple[list[Path], Path | None]:
 
 
 def refuse_quantized(folder: Path) -> None:
-    """Raise an error if a file in a Hugging Face folder shows that its weights are quantized."""
+    """Raise an error if the files in a Hugging Face folder show that its weights are quantized."""
     names = ("quantize_config.json", "quant_config.json")  # AutoGPTQ and AutoAWQ write these files.
     sign = next((name for name in names if (folder / name).is_file()), "")
     config = folder / "config.json"
