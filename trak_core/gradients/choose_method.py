@@ -35,7 +35,7 @@ from trak_core.runtime.progress import print_line
 
 # For models with fewer parameters than this, autograd (``gradients_one_by_one``) is rarely slower
 # than ``gradients_in_turn``, because the gradients fit into the CPU's caches. The measurements are
-# in RESULTS.md, "Ways to gradients".
+# in RESULTS.md, "Methods to compute gradients".
 _LEAST_PARAMETERS = 8_000_000
 # If two methods differ because of rounding, the difference in float64 is smaller than in float32 by
 # about the ratio of the machine epsilons. The ratio of differences may be smaller by this factor.

@@ -124,9 +124,9 @@ def select_parameters(model: nn.Module, patterns: Sequence[str] | None) -> dict[
     if patterns is None and not trainable:
         raise InputError(
             "At least one parameter of the model must have requires_grad=True. All of its "
-            f"{len(named)} parameters are frozen. In the config, set `parameters` to the names of "
-            'those for which to compute gradients, such as ["*lora_*"] (they may be frozen), or '
-            "don't freeze all parameters in make_model().",
+            f"{len(named)} parameters are frozen. Set `parameters` to the names of those for which "
+            'to compute gradients, such as ["*lora_*"] (they may be frozen), or don\'t freeze all '
+            "parameters in make_model().",
             code="gradients.no_parameter",
         )
     chosen = set(trainable)

@@ -54,13 +54,14 @@ def _default_part(saved: Any, path: Path) -> Weights:
     if is_state_dict(state):
         notice = (
             f"the weights under `{name}` are used. The file also contains weights under "
-            f"{listed(others)}. To use those, set `state_dict` for the checkpoint in the config."
+            f"{listed(others)}. To use those, set the checkpoint's `state_dict` in the config, or "
+            "pass the loaded state dict to `Attributor`."
         )
         return Weights(state, name, notice if others else "")
     remedy = _REMEDY
     if parts:
         choices = " or ".join(f"`state_dict: {part}`" for part in parts)
-        remedy = f"Choose a state dict for the checkpoint in the config: {choices}."
+        remedy = f"Set the checkpoint's {choices} in the config, or pass it to `Attributor`."
     entries = saved if isinstance(saved, dict) else {}
     raise InputError(
         f"{path}: a checkpoint must be a state dict (a dict from names to tensors), or contain one "

@@ -146,9 +146,9 @@ def _study_columns(study: Study, function: str) -> pd.DataFrame:
     wrong = [name for name in columns if not _is_name(name) or name in RESERVED]
     if wrong:
         raise InputError(
-            f"{study.path}: {function}() must return columns by name. A name must be a str of at "
-            f"most {_MOST_BYTES} bytes, and must not be one of {', '.join(sorted(RESERVED))}. "
-            f"Found the name {wrong[0]!r}.",
+            f"{study.path}: {function}() must return columns by name. A name must be a printable "
+            f"str of at most {_MOST_BYTES} bytes, and must not be one of "
+            f"{', '.join(sorted(RESERVED))}. Found the name {wrong[0]!r}.",
             code="study.column_name",
         )
     if len({len(values) for values in columns.values()}) > 1:
