@@ -69,7 +69,7 @@ def bm25_scores(
     for text, words in enumerate(counts):
         for word in words:
             containing.setdefault(word, []).append(text)
-    # For each word: its number, the texts that contain it, and what it adds to their scores.
+    # For each word: its number, the texts that contain it, and its contributions to their scores.
     entries: dict[str, tuple[int, np.ndarray, np.ndarray]] = {}
     for number, (word, rows) in enumerate(containing.items()):
         times = np.array([counts[text][word] for text in rows])
@@ -81,7 +81,7 @@ def bm25_scores(
     for query in queries:
         scores = np.zeros(len(counts))
         known = [entries[word] for word in set(query) if word in entries]
-        # Words are sorted, because the rounding of a sum depends on the order of its terms.
+        # Words are added in the order of their numbers, because the order affects rounding.
         for _, rows, added in sorted(known, key=lambda entry: entry[0]):
             scores[rows] += added
         yield scores

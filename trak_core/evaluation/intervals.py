@@ -44,7 +44,7 @@ class Variances(NamedTuple):
         return Variances(self.variance[entries], self.freedom[entries])
 
     def half_width(self) -> np.ndarray:
-        """Return half the widths of confidence intervals of estimates with these variances."""
+        """Return the half-widths of confidence intervals of estimates with these variances."""
         # Some versions of SciPy return NaN for infinite degrees of freedom.
         freedom = np.minimum(self.freedom, 1e9)
         return stdtrit(freedom, 1 - _OUTSIDE) * np.sqrt(self.variance)
@@ -75,8 +75,8 @@ def accuracy_interval(values: np.ndarray) -> tuple[float, float]:
     ``values`` contains 0 or 1 for each answer, or differences of such numbers, and has shape
     (seeds, targets). Values that are all equal have no variance. Even then, up to about 3 / n of
     all possible targets may have other values at 95 % confidence, where n is the number of targets.
-    Therefore the interval is widened if, on average over seeds, fewer than one target has a
-    different value.
+    Therefore the interval is widened if almost all values are equal, so that fewer than one target
+    for each seed has a different value.
 
     Source: Hanley and Lippman-Hand, "If nothing goes wrong, is everything all right?", Journal of
         the American Medical Association 249, 1983.
