@@ -64,8 +64,8 @@ class Attributor(FittedAttributor):
     """Attribute a model's predictions to its training samples with TRAK.
 
     The score of training sample i for target j estimates how much training on sample i raised the
-    model output f for target j. Gradients of f are projected to k dimensions and then called
-    features. Each checkpoint c yields a matrix
+    model output f for target j. The features of a sample are the gradient of f, projected to k
+    dimensions. Each checkpoint c yields a matrix
 
         A_c = Phi_c (Phi_c^T W_c Phi_c + ridge_c I)^-1 T_c^T,
 
@@ -117,7 +117,8 @@ class Attributor(FittedAttributor):
             matrix of the training loss.
         features_dtype: The dtype in which features are stored: ``"float32"``, ``"float16"`` or
             ``"int8"``.
-        device: A device such as ``"cpu"`` or ``"cuda:1"``. ``"auto"`` for CUDA if it is available.
+        device: A device such as ``"cpu"`` or ``"cuda:1"``, or ``"auto"``, which uses CUDA if it is
+            available.
         precision: ``"highest"`` computes matrix products and convolutions in float32. ``"high"``
             uses TF32, which has about three decimal digits, on devices that support it.
         batch_size: The largest number of samples in a batch.
@@ -349,7 +350,11 @@ class Attributor(FittedAttributor):
         )
 
     def _fit_checkpoint(self, name: str, bar: Any) -> str:
-        """Compute a checkpoint's files unless they exist, and return the digest of its weights."""
+        """Compute a checkpoint's features and normal matrix if they are not stored yet.
+
+        Returns:
+            The digest of the checkpoint's weights.
+        """
         path, own, compute = self._features(name), self.settings.under(name), self._compute
         loaded = replace(self._load(name), method_of=self._method_for)
         if path.exists() and self._is_current(name, loaded):
@@ -452,7 +457,7 @@ def _is_state_dict(given: Any) -> bool:
 
 
 def _name_of_output(output: Output) -> str:
-    """Return the name of a model output, which is stored in files."""
+    """Return the name by which files refer to a model output."""
     if isinstance(output, str):
         if output not in TABLE and function_location(output) is None:
             raise InputError(

@@ -73,9 +73,10 @@ class OrderedSamples:
         return replace(text, kwargs=kwargs, lengths=lengths, token_inputs=token_inputs)
 
     def few(self, n: int) -> list[int]:
-        """Return the positions of up to ``n`` samples, which for texts cover all lengths.
+        """Return the positions of up to ``n`` samples.
 
-        The position of the longest text comes first.
+        For texts of different lengths, the longest text comes first, and the others cover all
+        lengths.
         """
         if self.lengths is None:
             return list(range(min(n, len(self))))

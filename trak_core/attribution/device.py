@@ -23,7 +23,7 @@ _PRODUCTS: Sequence[Any] = (
     *(_backends.cuda.matmul, _backends.cudnn.conv, _backends.cudnn.rnn),
     *(_backends.mkldnn.matmul, _backends.mkldnn.conv, _backends.mkldnn.rnn),
 )
-# Maps the values of `compute.precision` in a config to values of this setting.
+# Maps the values of `compute.precision` in a config to values of torch's ``fp32_precision``.
 PRECISIONS = {"highest": "ieee", "high": "tf32"}
 
 

@@ -90,11 +90,10 @@ class Scorer:
         return n_bytes + self.features[:1].nbytes * len(self.features) + self.damped.factor.nbytes
 
     def score(self, targets: Split, compute: Compute) -> MemoryPart:
-        """Return what this checkpoint contributes to the scores of all training samples for
-        targets.
+        """Return this checkpoint's contribution to the scores of all training samples for targets.
 
-        This is the matrix A = Phi (N + ridge I)^-1 T^T, where Phi and T are the features of
-        training samples and targets, and N is the normal matrix, together with labels, outputs and
+        It consists of the matrix A = Phi (N + ridge I)^-1 T^T, where Phi and T are the features of
+        training samples and targets, and N is the normal matrix, and of labels, outputs and
         predictions. For exact scores, Phi and T are gradients that are not projected, and each call
         computes the gradients of all training samples again.
         """
@@ -146,7 +145,7 @@ class Scorer:
     def split_pairs(
         self, train: Sequence[int], targets: Split, pairs: np.ndarray, compute: Compute
     ) -> SplitScores:
-        """Return the scores of pairs, split by tokens and by layers (see ``split_pairs``).
+        """Return the scores of pairs, split by tokens and by layers.
 
         A pair consists of a training sample and a target. ``train`` contains indices of training
         samples. A row of ``pairs``, shape (pairs, 2), contains a position in ``train`` and a
@@ -337,7 +336,7 @@ class FittedAttributor(ABC):
 
     @abstractmethod
     def _refuse(self, path: Path, keys: Sequence[str]) -> NoReturn:
-        """Raise an error, because the file ``path`` has other values of the settings ``keys``."""
+        """Raise an error, because the file ``path`` has other values for the settings ``keys``."""
         raise NotImplementedError
 
     # The paths are the same as in the results of a run, so that a finished run can be opened.
@@ -387,7 +386,7 @@ class FittedAttributor(ABC):
         return [key for key in expected if expected[key] != file.spec.get(key)]
 
     def _retry_with_memory(self, compute: Callable[[], Any]) -> Any:
-        """Call ``compute``, and call it again after freeing all scorers if memory runs out."""
+        """Return ``compute()``. If memory runs out, free all scorers and call ``compute`` again."""
         with float32_precision(self.settings.features.precision):
             try:
                 return compute()
@@ -407,10 +406,7 @@ class FittedAttributor(ABC):
         return replace(self._compute, memory_mb=memory_mb)
 
     def _scorer(self, name: str) -> Scorer:
-        """Return a checkpoint's scorer. If it reads features from a file, register the file.
-
-        ``_files`` closes the registered files.
-        """
+        """Return a checkpoint's scorer. If the scorer has a file open, ``_files`` will close it."""
         scorer = self._held.get(name) or self._read_scorer(name)
         if isinstance(scorer.features, Rows):
             self._files.callback(scorer.features.artifact.close)

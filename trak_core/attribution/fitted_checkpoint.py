@@ -69,7 +69,7 @@ Part = Artifact | MemoryPart
 def read_rows(
     values: Rows | np.ndarray, *, normalize: bool = False, first: int | None = None
 ) -> ReadRows:
-    """Return a function that reads rows of a matrix, divided by their norms with ``normalize``.
+    """Return a function that reads rows of a matrix and, if ``normalize``, divides by their norms.
 
     If ``first`` is given, only the first ``first`` columns are read.
     """
@@ -100,9 +100,10 @@ def similarity_rows(phi: ReadRows, solved: Rows | np.ndarray) -> ReadRows:
 
 
 def score_rows(parts: Sequence[Part], similarity: Sequence[ReadRows], spec: ScoresSpec) -> ReadRows:
-    """Return a function that computes rows of scores from each checkpoint's rows of A.
+    """Return a function that computes rows of the scores, averaged over checkpoints.
 
-    ``similarity`` contains, for each checkpoint, a function that returns rows of A.
+    ``similarity`` contains, for each checkpoint, a function that returns rows of the matrix A (see
+    ``MemoryPart``).
     """
     assert spec.loss_weight_power is not None
     combine, power = Combine(spec.combine), spec.loss_weight_power
@@ -279,8 +280,7 @@ class DampedGradients:
         factors = inverse_lengths(gramian) if spec.normalize else np.ones((len(gramian), 1))
         gramian *= factors
         gramian *= factors.T
-        # ``factorize`` averages over all n (1 + draws) rows, but the damping multiplies a mean over
-        # n.
+        # ``factorize`` divides by n (1 + draws), but damping refers to a mean over n samples.
         damped = DampedGramian.factorize(gramian, weights, spec.damping * (1 + draws))
         norm = None
         if spec.norm_power is not None:

@@ -30,7 +30,7 @@ def method_for(
 
     The choice depends on conditions such as the dtypes of the samples ``few``. If ``methods``
     contains no choice for these conditions, methods are compared on the first two samples, and the
-    choice is added to ``methods``. If a notice belongs to the choice, it is printed. With
+    choice is added to ``methods``. A notice that belongs to the choice is printed. With
     ``reads_terms``, the method must compute the terms whose sum is a gradient. Plain autograd is
     then excluded, and the choice is not added.
     """
@@ -59,9 +59,9 @@ def recorded_method_for(
     """Return the gradient method for a model, as chosen by the run that writes ``artifact``.
 
     For each set of conditions (see ``method_for``), the first job of the run compares methods and
-    records its choice in the results folder. A record is ignored if it is damaged or belongs to
-    another model or another version ``code`` of the code. If no record can be written, every job
-    compares methods.
+    records its choice in the results folder. A record is ignored if it is damaged, or if it belongs
+    to another model or to another version of the code than ``code``. If no record can be written,
+    every job compares methods.
     """
     folders = (folder for folder in artifact.parents if read_record(folder / CONFIG_RECORD))
     record = next((folder / RECORD for folder in folders), None)

@@ -40,9 +40,9 @@ def write_gramian(
     targets: Split | None = None,
     code: str,
 ) -> None:
-    """Write the inner products of the training samples' gradients with each other.
+    """Write the inner products of the gradients of training samples and ``targets``.
 
-    If ``targets`` are given, write those with the targets' gradients instead.
+    Without targets, write the inner products of training samples' gradients with each other.
     """
     own, where = targets or data, device_name(loaded.device)
     n, m = len(data.ids), len(own.ids)
@@ -90,7 +90,8 @@ def inner_products(
     given, room = _prepared(loaded, ordered, draws, left_mb)
     train = _Rows(loaded, *given, ordered[-1], draws)
     right = train if targets is None else _Rows(loaded, *given, ordered[0], None)
-    # The memory for one sample already includes its rows in the block, so they are subtracted.
+    # The memory for one sample includes its rows in the block. They are added back here, because
+    # the memory for the block is subtracted below.
     spare = room.budget_bytes - room.needed.of_longest.bytes_of(1) + right.bytes_per_sample
     most = min(3 * room.budget_bytes // 4, spare) // right.bytes_per_sample
     block = max(1, min(len(others.ids), most))
@@ -188,9 +189,9 @@ class _Rows:
     ) -> Iterator[tuple[int, np.ndarray, Tensor, list[Tensor]]]:
         """Yield the gradients of samples ``start`` to ``stop``, one batch at a time.
 
-        For each batch, yield the number of samples; the numbers of their rows in the matrix if
-        samples are in their original order; the rows; and the samples' labels, outputs and other
-        values. ``at_once`` maps the first sample of a batch to the batch size. If ``into`` is
+        For each batch, yield the number of samples; the row numbers of their gradients in a matrix
+        whose samples are in the original order; the gradients; and the samples' labels, outputs and
+        other values. ``at_once`` maps the first sample of a batch to the batch size. If ``into`` is
         given, the rows are written into this tensor.
         """
         width = self.rows_per_sample

@@ -50,7 +50,7 @@ class LabelDraws:
     def drawn(
         self, loaded: LoadedModel, batch: Batch, ids: Sequence[object]
     ) -> Iterator[tuple[ModelOutput, Batch]]:
-        """Yield a model output and a batch for each draw, from which gradients can be computed.
+        """Yield a model output and a batch for each draw, to compute gradients for drawn labels.
 
         Instead of labels, the batch contains random vectors z, drawn by ``ModelOutput.loss_noise``.
         The model output is <logits, z>. Its gradient is B^T z, where B is the Jacobian of a

@@ -68,8 +68,8 @@ class LoadedModel:
         parameters: The parameters for which gradients are computed, by name.
         checkpoint_digests: SHA-256 digests of the weight files (key ``sha256``), and of other files
             that affect results.
-        blocks: The model's repeated blocks. If a sample needs much memory, their activations are
-            recomputed in the backward pass.
+        blocks: The model's repeated blocks, such as transformer layers. If a sample needs much
+            memory, their activations are recomputed in the backward pass.
         scales: Factors that multiply the entries of gradients, by parameter name, or None.
         method_of: Chooses the gradient method, given this object and a few samples. The default
             compares the gradients of two samples.
@@ -262,7 +262,7 @@ class LoadedModel:
         check_samples_apart(self.model, self.output, few.rows(slice(0, max(2, at_once))))
 
     def file_spec(self, spec: FeaturesSpec, projection: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all settings that determine a file's content, so that the file can store them."""
+        """Return the settings that determine features or inner products, to store in their file."""
         shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         file_spec = spec.as_dict() | {
             "projection": dict(projection),

@@ -26,9 +26,9 @@ class Fit:
         measure: Sentences in ASCII that state the fraction of predictions that are correct, and the
             fraction of labels that are equal to the most frequent label. For regression, they state
             the R2 of the predictions.
-        is_doubtful: Whether the models predict no better than the guess (by at least two standard
-            errors, except for regression), predict most classes wrong, or mistake one class for
-            another in most samples.
+        is_doubtful: Whether the models predict no better than the guess, predict most classes
+            wrong, or mistake one class for another in most samples. Except for regression, models
+            are better only if the difference is at least two standard errors.
     """
 
     measure: str

@@ -187,14 +187,15 @@ class QueuedFeatures:
             self.explain()
             raise InputError(
                 "Features must be finite. Found NaN or infinity although all gradients are finite, "
-                "because sums of gradients overflow float32.",
+                "because sums of gradients overflow float32. Look for very large numbers in the "
+                "samples and in the checkpoint.",
                 code="projection.not_finite",
             )
         return self.copies
 
 
 def _copied(tensors: Sequence[Tensor]) -> tuple[list[Tensor], torch.cuda.Event | None]:
-    """Start copying tensors to the CPU. Return the copies, and an event that marks their end."""
+    """Start copying tensors to the CPU. Return the copies, and the event to wait for on a GPU."""
     copies, event = [tensor.to("cpu", non_blocking=True) for tensor in tensors], None
     if tensors[0].is_cuda:
         event = torch.cuda.Event()

@@ -88,8 +88,7 @@ def most_frequent(classes: np.ndarray, labels: np.ndarray, outputs: np.ndarray) 
     ``outputs`` have shape (checkpoints, rows). Labels have shape (rows,).
     """
     ordered = np.sort(classes, axis=0)
-    # In each sorted column, run[i] counts the entries up to row i that are equal to the one in row
-    # i.
+    # In each sorted column, run[i] is the number of entries up to i that are equal to entry i.
     run = np.ones(ordered.shape, dtype=np.int32)
     for i in range(1, len(ordered)):
         run[i] += run[i - 1] * (ordered[i] == ordered[i - 1])

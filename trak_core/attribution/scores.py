@@ -73,9 +73,9 @@ class Scores:
         memory_mb: int,
         **more: Any,
     ) -> Self:
-        """Return the scores that are averaged over checkpoints.
+        """Return the scores from the ``parts`` of all checkpoints, averaged over checkpoints.
 
-        ``parts`` contains the data of each checkpoint. ``keep`` and ``top`` are arguments of
+        ``keep`` and ``top`` are arguments of
         ``Attributor.score``. ``more`` sets other attributes of the result.
         """
         n, m = (len(parts[0].vector(f"{side}_ids")) for side in ("train", "target"))

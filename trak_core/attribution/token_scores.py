@@ -40,8 +40,8 @@ class SplitScores:
 
     ``tokens`` contains two arrays for each pair. The first half of the arrays are the scores of the
     training texts' tokens, and the second half are those of the targets' tokens. The last entry of
-    each array belongs to no token. ``layers`` contains the scores of each layer by its name, shape
-    (pairs,).
+    each array is the score of terms that belong to no token. ``layers`` contains the scores of each
+    layer by its name, shape (pairs,).
     """
 
     tokens: list[np.ndarray]
@@ -211,12 +211,12 @@ _Inner = Callable[[int, Tensor], Tensor]
 
 
 class Directions:
-    """The directions R v of vectors v, where R is the projection matrix, for each parameter.
+    """The entries of R v that belong to each parameter, for the projection matrix R and vectors v.
 
-    The direction of a parameter consists of the entries of R v that belong to this parameter.
-    ``vectors`` has shape (m, k), float32. The directions of the smallest parameters are computed
-    only once and kept if they have at most ``PIECE`` entries in total. ``scales`` are factors that
-    multiply the entries of gradients, by parameter name.
+    These entries are called a direction of the parameter. ``vectors`` has shape (m, k), float32.
+    The directions of the smallest parameters are computed only once and kept if they have at most
+    ``PIECE`` entries in total. ``scales`` are factors that multiply the entries of gradients, by
+    parameter name.
     """
 
     def __init__(
@@ -369,7 +369,7 @@ class Shares(Consumer):
     def _parts(
         self, uses: Sequence[Contribution], shape: tuple[int, int]
     ) -> Iterator[tuple[int | None, _Inner]]:
-        """Yield parts of a parameter's gradient, each of which is a sum of terms at positions.
+        """Yield parts of a parameter's gradient, each of which is a sum over positions in a sample.
 
         For each part, yield the number of the token at the first position, or None if positions are
         not tokens, and a function that computes the inner products of directions and terms.
@@ -395,7 +395,7 @@ class Shares(Consumer):
                     yield None, _of_terms(rows.float().unsqueeze(1), entry)
 
     def _first(self, use: Contribution, n_positions: int) -> int | None:
-        """Return the token number of the first position, 0, or None if positions are not tokens."""
+        """Return 0, the number of the first token, or None if positions are not tokens."""
         if isinstance(use, MarginFactors):  # A causal model has fewer margins than tokens.
             return 0 if n_positions <= self._n_tokens else None
         return 0 if 0 < n_positions == self._n_tokens and not use.has_ranks else None

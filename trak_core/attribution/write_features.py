@@ -73,7 +73,7 @@ class SampledNormal:
         dsyrk(1 / self.n_draws, rows.T, beta=1.0, c=self.total, lower=1, overwrite_c=1)
 
     def matrix(self) -> np.ndarray:
-        """Return N, float64, exactly symmetric. Call this last, because it fills ``total``."""
+        """Return N, float64, exactly symmetric. Call this last, because it changes ``total``."""
         fill_upper(self.total)
         return self.total
 
@@ -191,7 +191,8 @@ def write_features(
         spec,
         replace(compute, memory_mb=max(0, left_mb)),
         sampled=sampled,
-        # All training samples must not have equal features. The few samples of a shard may have.
+        # Equal features of all training samples are an error. A shard may contain only few samples,
+        # whose features can be equal.
         must_differ=spec.split == TRAIN and n_shards == 1,
     )
     kind = FEATURES if n_shards == 1 else FEATURE_SHARD

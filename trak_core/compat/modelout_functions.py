@@ -123,7 +123,7 @@ def classification_batch(task: AbstractModelOutput, batch: Sequence[Tensor]) -> 
 
 
 class CLIPModelOutput(AbstractModelOutput):
-    """The log-odds with which an image and its text are matched in a simulated batch.
+    """How well an image and its text match, compared with the other pairs of a simulated batch.
 
     The model output is the log-odds of the text among the batch's texts, plus the log-odds of the
     image among its images. The other pairs of the batch are drawn with a fixed seed. The model
@@ -174,7 +174,7 @@ class CLIPModelOutput(AbstractModelOutput):
 
     @staticmethod
     def _draw() -> None:
-        """Draw the simulated batch now, because vmap could draw another one for each sample."""
+        """Draw the simulated batch, before ``torch.vmap`` could draw one for each sample."""
         n, size = CLIPModelOutput.num_computed_embeddings, CLIPModelOutput.sim_batch_size
         CLIPModelOutput._picked = drawn_pairs(n, size, seed=0)
 

@@ -34,7 +34,7 @@ class ModelIDException(InputError):
 
 
 class AssertedError(InputError, AssertionError):
-    """An InputError that is also an AssertionError, because code for ``trak`` may catch those."""
+    """An InputError that is also an AssertionError, which code written for ``trak`` may catch."""
 
 
 def _write_json(path: Path, content: Any) -> None:
@@ -53,7 +53,7 @@ def _write_map(path: Path, shape: tuple[int, ...], dtype: Any, values: Any) -> N
 def _open_map(
     path: Path, shape: tuple[int, ...], dtype: Any, mode: str, fill: float = 0
 ) -> np.memmap | None:
-    """Open a ``.npy`` file. If it does not exist, create it in mode ``w+``, else return None."""
+    """Return an open ``.npy`` file, or None. Create a missing file only in mode ``w+``."""
     if not path.exists():
         if mode != "w+":
             return None
@@ -108,7 +108,7 @@ class AbstractSaver(ABC):
         self.refresh()
 
     def refresh(self) -> None:
-        """Read the JSON files, which other processes may have changed, if this is allowed."""
+        """If ``load_from_save_dir``, read what other processes have written to the JSON files."""
         if self.load_from_save_dir:
             for path in self.save_dir.glob("id_*.json"):
                 self._read_id(path)
@@ -148,7 +148,8 @@ class AbstractSaver(ABC):
     ) -> None:
         """Create the arrays of a new model id.
 
-        If the model id is already registered, open its arrays with the flag, else raise an error.
+        If the model id is already registered, open its arrays if the flag is set, else raise an
+        error.
         """
 
     @abstractmethod
@@ -252,7 +253,7 @@ class MmapSaver(AbstractSaver):
         self.load_current_store(model_id, mode="r")
 
     def _update_experiment(self, exp_name: str, new: Any, **changes: Any) -> dict[str, Any]:
-        """Add ``changes`` to an experiment's state, which is at first ``new``, and return the state."""
+        """Return an experiment's state, by default ``new``, after storing ``changes`` to it."""
         experiments = json.loads(self.experiments_file.read_text())
         experiments[exp_name] = experiments.get(exp_name, new) | changes
         _write_json(self.experiments_file, experiments)

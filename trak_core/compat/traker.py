@@ -307,7 +307,7 @@ class TRAKer:
         self._last_ind += len(ids) if inds is None else 0
 
     def _registered(self, model_ids: Iterable[int] | None) -> list[int]:
-        """Return ``model_ids``, which must be in the store, or all model ids in it for None."""
+        """Return ``model_ids``, or all model ids in the store for None. Refuse unknown ids."""
         self.saver.refresh()
         chosen = sorted(self.saver.model_ids) if model_ids is None else [int(m) for m in model_ids]
         unknown = [m for m in chosen if not self.saver.is_registered(m)]

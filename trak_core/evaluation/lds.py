@@ -25,12 +25,11 @@ from trak_core.settings import Setting
 
 @dataclass(frozen=True, slots=True)
 class _Sorted:
-    """The sort order of each column of a matrix.
+    """The sort order of each column of a matrix, from which ranks in any resample are computed.
 
-    From it, the ranks in any resample of the rows can be computed without sorting again. All arrays
-    have shape (rows, columns). ``order`` contains the row numbers of each column in ascending order
-    of the values. In this order, the values equal to the value in row i are at the positions from
-    ``first[i]`` to ``stop[i] - 1``.
+    All arrays have shape (rows, columns). ``order`` contains the row numbers of each column in
+    ascending order of the values. In this order, the values equal to the value in row i are at the
+    positions from ``first[i]`` to ``stop[i] - 1``.
     """
 
     order: np.ndarray

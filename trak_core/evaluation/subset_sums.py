@@ -3,8 +3,8 @@
 The scores of n training samples for m targets at a checkpoint are diag(w) Phi X, with loss weights
 w (n,), training features Phi (n, k), and X = (N + ridge I)^-1 T^T (k, m) for the normal matrix N
 and the features T (m, k) of targets. For S subsets with masks M (S, n), the sums of these scores
-are ((M * w) Phi) X. The factor (M * w) Phi does not depend on the damping,
-so it is computed once for all values of the damping, and the n x m scores are never formed.
+are ((M * w) Phi) X. The factor (M * w) Phi does not depend on the damping, so it is computed once
+for all values of the damping, and the n x m scores are never formed.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,8 +17,7 @@ from trak_core.attribution.score_formulas import powered
 from trak_core.attribution.solve import Spectrum, mean_squared_norm, train_norm, weighted_gramians
 from trak_core.settings import Combine, Setting
 
-# The method, projection kind and dimension (0 without a projection), by which an evaluation's
-# tables name the source of scores.
+# The method, projection kind and dimension (0 without a projection) in the tables of an evaluation.
 Key = tuple[str, str, int]
 
 
@@ -73,8 +72,7 @@ def average_weights(
 
 @dataclass(frozen=True, slots=True)
 class FeaturePass:
-    """Scoring settings whose subset sums are computed together, so that features are read only
-    once.
+    """Scoring settings whose subset sums are computed together from features that are read once.
 
     All settings use the same ``checkpoints`` and the same ``weighting`` of the normal matrix. If
     ``unit_dim`` is not None, only the first ``unit_dim`` numbers of each feature vector are used,
