@@ -378,7 +378,8 @@ class Attributor(FittedAttributor):
         if fit and fit.is_doubtful:
             notice(
                 f"the models predict their training samples badly. {fit.measure} Check that inputs "
-                "and labels are the same as in training, and that checkpoints were saved after it."
+                "and labels are the same as in training, and that the checkpoints were saved after "
+                "training."
             )
 
     def _is_current(self, name: str, loaded: LoadedModel) -> bool:

@@ -177,7 +177,7 @@ def order_samples(
         rows = np.lexsort([-tokens, np.arange(n) // own_window])
         text = as_batch(split.batch(0, 1), output)
         makes_mask = takes_mask and not text.args and _MASK not in text.kwargs
-        # An encoder-decoder model needs no mask if its labels differ in length, but not its inputs.
+        # An encoder-decoder model needs no mask if all its inputs have the same length.
         makes_mask &= bool(shapes.encoder_lengths or shapes.token_inputs) or not output.takes_labels
         given = split.select(rows.tolist()), output, rows, tokens[rows].tolist()
         ordered.append(OrderedSamples(*given, shapes, makes_mask, own_window))

@@ -178,7 +178,7 @@ class MarginsOfTokens(nn.Module):
 def vocabulary_size(model: nn.Module) -> int:
     """Return the vocabulary size: the number of rows of the model's largest embedding.
 
-    For a model without embeddings, return the number of rows of its longest matrix.
+    For a model without embeddings, return the largest number of rows of a matrix.
     """
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     matrices = tables or [p for p in model.parameters() if p.ndim == 2]

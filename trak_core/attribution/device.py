@@ -120,7 +120,7 @@ def _round_factors(dtypes: Sequence[str]) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """Return a device's name, which files store to show where they were computed."""
+    """Return a device's name, to store it in files that are computed on this device."""
     return f"cuda {torch.cuda.get_device_name(device)}" if device.type == "cuda" else "cpu"
 
 

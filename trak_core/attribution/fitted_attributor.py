@@ -66,7 +66,7 @@ class Scorer:
     Attributes:
         train: The training samples.
         columns: The ``stored_columns`` of the training samples.
-        norm: The norm by which this checkpoint's scores are divided, or None if they are not.
+        norm: The norm by which this checkpoint's scores are divided. None for no division.
         damped: The factorized damped normal matrix or, for exact scores, damped Gramian.
         features: The training samples' features, in a file or in memory. None for exact scores.
     """

@@ -208,7 +208,7 @@ def write_normal_matrix(
 def _normal_matrix_specs(
     file: Artifact, train: Artifact, spec: NormalSpec
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings that a file with a normal matrix should have, and those that it has."""
+    """Return the settings that the file of a normal matrix must contain, and the stored ones."""
     expected = {f.name: getattr(spec, f.name) for f in fields(NormalSpec)}
     expected |= {"features": train.content_hash}
     return expected, {key: file.spec.get(key) for key in expected}

@@ -138,7 +138,7 @@ def _prepared(
     largest = max(
         range(len(needs)), key=lambda i: (needs[i].longest, needs[i].of_longest.bytes_of(1))
     )
-    # A sample also needs memory for rows in the batch and in the block, and for a copy of one row.
+    # A sample also needs memory for its gradients in the batch and in the block, and for one copy.
     more = (3 + 2 * (draws.n_draws if draws else 0)) * _row_bytes(loaded)
     more += draws.bytes_of_sample(loaded, fews[largest]) if draws else 0
     needed = needs[largest].mapped(

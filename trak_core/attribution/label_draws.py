@@ -16,7 +16,7 @@ from trak_core.model_outputs.model_output import ModelOutput, rows_in
 
 @dataclass(frozen=True, slots=True)
 class LabelDraws:
-    """Draws of labels for samples from the distribution that a checkpoint's model predicts.
+    """Random labels for samples, drawn from the distribution that a checkpoint's model predicts.
 
     The random numbers depend on the seed, the stream, the sample's id and the number of draws, but
     not on batches. Rounding can still change a label if the random number is close to the boundary

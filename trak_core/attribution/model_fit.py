@@ -36,11 +36,11 @@ class Fit:
 
 
 def fit_of(columns: pd.DataFrame, about: About, train: Split) -> Fit | None:
-    """Return how well the models predict the labels of their training samples.
+    """Return the fit of the models to the labels of their training samples.
 
     The result is None if predictions cannot be compared with labels. ``columns`` is a table with
-    ``id``, ``label`` and ``prediction``. ``train`` is read only if a sample has several labels,
-    such as one for each token.
+    the columns ``id``, ``label`` and ``prediction``. ``train`` is read only if a sample has several
+    labels, such as one for each token.
     """
     labels, predictions = (columns[key].to_numpy() for key in ("label", "prediction"))
     if about.is_own:
@@ -67,7 +67,8 @@ def _fit_of_fractions(value: float, guess: float, error: float, noun: str, least
     """Return the fit of models that predict the fraction ``value`` of labels correctly.
 
     A constant guess is correct for the fraction ``guess``. ``error`` is the standard error of
-    ``value - guess``. A value below ``least`` is doubtful. ``noun`` says what is predicted.
+    ``value - guess``. The fit is doubtful if ``value`` is below ``least``. ``noun`` is the name of
+    the predicted values in the measure, such as labels.
     """
     measure = (
         f"The models predict {100 * value:.3g} % of the {noun} of their training samples "

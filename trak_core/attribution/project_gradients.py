@@ -195,7 +195,7 @@ class QueuedFeatures:
 
 
 def _copied(tensors: Sequence[Tensor]) -> tuple[list[Tensor], torch.cuda.Event | None]:
-    """Start copying tensors to the CPU. Return the copies, and the event to wait for on a GPU."""
+    """Return copies of tensors on the CPU, and the GPU's event after which they are complete."""
     copies, event = [tensor.to("cpu", non_blocking=True) for tensor in tensors], None
     if tensors[0].is_cuda:
         event = torch.cuda.Event()

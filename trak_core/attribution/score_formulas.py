@@ -114,7 +114,7 @@ def improving_signs(better: str, labels: np.ndarray, predictions: np.ndarray) ->
 
 
 def help_and_harm(scores: np.ndarray, improves: np.ndarray) -> np.ndarray:
-    """Return how much each training sample helps and how much it harms targets, on average.
+    """Return each training sample's help and harm, averaged over targets.
 
     The two columns are the means over targets of ``max(scores * improves, 0)`` and of
     ``max(-scores * improves, 0)``. Scores have shape (rows, m). ``improves``, shape (m,), are the

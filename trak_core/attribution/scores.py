@@ -26,7 +26,7 @@ from trak_core.model_outputs.about_outputs import about_output
 from trak_core.settings import ScoresSpec
 from trak_core.study.dataset_split import Split
 
-# A notebook shows 5 targets, each with 3 training samples for both signs of the scores.
+# For each of 5 targets, a notebook shows 3 training samples with scores of each sign.
 _SHOWN, _EACH = 5, 3
 # A function (is_target, sample_id) that returns the HTML of a target or a training sample.
 ShowSample = Callable[[bool, Any], str]
@@ -130,12 +130,12 @@ class Scores:
         return cls(targets, train, unit, top, max(top["rank"].tolist()), reads, words=words)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the samples, for pickle."""
+        """Return the attributes that pickle stores, without the samples."""
         return {**vars(self), "show": None, "samples": None, "setup": None}
 
     @property
     def matrix(self) -> np.ndarray:
-        """All scores, shape (n_train, n_targets), float32. Not available for ``keep="top_k"``."""
+        """All scores, shape (n_train, n_targets), float32. Needs ``keep="full"``."""
         if self.read_matrix is None:
             raise InputError(
                 "The matrix of scores exists only with `keep: full`. Found `keep: top_k`, which "

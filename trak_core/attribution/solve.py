@@ -47,7 +47,7 @@ def weighted_gramians(
 
 
 def fill_upper(lower: np.ndarray) -> None:
-    """Copy a matrix's lower triangle to the upper triangle, which must be zero, in place."""
+    """Copy a matrix's lower triangle in place to its upper triangle, which must be zero."""
     diagonal = np.diagonal(lower).copy()
     lower += lower.T  # In place, this needs only one copy of the matrix. It doubles the diagonal.
     lower.flat[:: len(lower) + 1] = diagonal
@@ -83,9 +83,8 @@ class DampedMatrix:
         M is symmetric and positive semi-definite, shape (k, k), float64. ``eigenvalues`` are the
         smallest and the largest eigenvalue of M. If they are None, they are computed if needed.
         """
-        # The trace is an upper bound of the largest eigenvalue. If this bound already shows that
-        # the condition number is small, the eigenvalues are not computed, which would take longer
-        # than the factorization.
+        # Computing eigenvalues takes longer than the factorization. They are not needed if the
+        # trace, an upper bound of the largest eigenvalue, shows that the condition number is small.
         ends = eigenvalues or (0.0, float(np.trace(matrix)))
         if eigenvalues is None and ends[1] > _SAFE_CONDITION * ridge:
             ends = scipy.linalg.eigvalsh(matrix)[[0, -1]].tolist()

@@ -109,7 +109,10 @@ class IterativeImageClassificationModelOutput(ImageClassificationModelOutput):
 
 
 class TextClassificationModelOutput(ImageClassificationModelOutput):
-    """The log-odds of the label, for a model of input_ids, token_type_ids and attention_mask."""
+    """The log-odds of the label, for a model of texts.
+
+    The model takes ``input_ids``, ``token_type_ids`` and ``attention_mask``.
+    """
 
     names = ("input_ids", "token_type_ids", "attention_mask")
 

@@ -89,7 +89,7 @@ class NoOpProjector(AbstractProjector):
 
 
 class BasicProjector(AbstractProjector):
-    """A projector for any device that never stores the whole matrix in memory.
+    """A projector for any device, which never stores the whole matrix in memory.
 
     ``dtype`` and ``max_batch_size`` are ignored.
     """
@@ -142,7 +142,7 @@ class BasicProjector(AbstractProjector):
         self.num_blocks = len(self.generator_states)
 
     def generate_sketch_matrix(self, generator_state: int = 0) -> None:
-        """Set ``proj_matrix`` to the block of columns that begins at ``generator_state``."""
+        """Set ``proj_matrix`` to the block of columns that begins at column ``generator_state``."""
         columns = slice(generator_state, generator_state + self.block_size)
         matrix = projection_matrix(self.spec(self.model_id, self.grad_dim))[:, columns]
         self.proj_matrix = torch.from_numpy(matrix).to(self.device, torch.float32)

@@ -148,13 +148,16 @@ class AbstractSaver(ABC):
     ) -> None:
         """Create the arrays of a new model id.
 
-        If the model id is already registered, open its arrays if the flag is set, else raise an
-        error.
+        For a model id that is already registered, open the arrays if the flag is set, or else raise
+        an error.
         """
 
     @abstractmethod
     def serialize_current_model_id_metadata(self, already_exists: bool = True) -> None:
-        """Write the JSON file of the current model id if it is new or all samples have features."""
+        """Write the JSON file of the current model id if all samples have features.
+
+        ``already_exists=False`` stands for a new model id, whose file is always written.
+        """
 
     @abstractmethod
     def init_store(self, model_id: int) -> None:

@@ -142,7 +142,7 @@ class BasicScoreComputer(AbstractScoreComputer):
                 stacklevel=3,
             )
         inverse /= np.abs(inverse).mean() or 1
-        # The pseudo-inverse of a nearly singular matrix must be multiplied in float64.
+        # Products with the pseudo-inverse of a nearly singular matrix need float64.
         weights = torch.from_numpy(inverse).to(torch.float32 if rank == k else torch.float64)
         weights = weights.to(self.device)
         blocks = grads.split(self.CUDA_MAX_DIM_SIZE)

@@ -90,8 +90,8 @@ class TRAKer:
     1. For each checkpoint, call ``load_checkpoint`` and ``featurize``. 2. Call
     ``finalize_features``. 3. For each checkpoint, call ``start_scoring_checkpoint`` and ``score``.
     4. Call ``finalize_scores``. Results are stored in ``save_dir``, and ``saver.current_store``
-    contains the open arrays. If a process is stopped and started again, it keeps stored results.
-    Several processes may work on different model ids at the same time.
+    contains the open arrays. If a process is stopped and started again, results that are stored are
+    not computed again. Several processes may work on different model ids at the same time.
 
     Source: Park et al., "TRAK: Attributing Model Behavior at Scale", ICML 2023, with the
     conventions of the package ``trak``, version 0.3.2.
@@ -422,7 +422,7 @@ class TRAKer:
         return f"its targets {listed(unscored)} are not scored: call `score`" if unscored else None
 
     def _parts(self, exp_name: str, used: list[int]) -> Iterator[tuple[Any, np.ndarray, float]]:
-        """Yield scores (n, m), loss weights (n,) and the factor 1 for each model id in ``used``."""
+        """Yield the scores (n, m), the loss weights (n,) and the norm 1.0 of each model id."""
         for model_id in used:
             store = self._open(model_id, exp_name)
             # torch.tensor copies the read-only arrays, because torch has no read-only tensors.

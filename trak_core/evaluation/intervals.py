@@ -56,8 +56,8 @@ def mean_interval(values: np.ndarray) -> tuple[float, float]:
     Seeds and targets are treated as random samples of two populations. Differences between models
     do not average out over targets, because all targets are measured on the same models. Therefore
     the variance over seeds and the variance over targets are added. Independent noise in each value
-    is part of both variances, so the interval may be too long, but it is not too short. With a
-    single seed, the interval ignores differences between seeds, and likewise for targets.
+    is part of both variances, so the interval may be too long, but it is not too short. With only
+    one seed or only one target, the interval ignores differences between seeds or between targets.
     """
     seeds, targets = values.shape
     # The variance of a mean of n numbers is s^2 / n, with n - 1 degrees of freedom.

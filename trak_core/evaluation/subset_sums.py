@@ -45,8 +45,8 @@ class CheckpointRows:
 
     Attributes:
         loss_weights: The loss weights of the training samples, shape (n,).
-        normal_weights: The weights of training samples in the normal matrix, shape (n,), by the
-            power of the loss weights in a setting.
+        normal_weights: For each power of the loss weights in the settings, the weights of training
+            samples in the normal matrix, shape (n,).
         read: A function (start, stop) that returns training features, shape (stop - start, k).
         target_features: The features of the targets, shape (m, k), float64.
         block: The number of training samples to read at a time.

@@ -19,7 +19,7 @@ from trak_core.settings import Combine, ScoresSpec
 RUN_DRAWS, SAMPLE_DRAWS = 100, 10
 N_DRAWS = RUN_DRAWS * SAMPLE_DRAWS
 _MAX_GROUPS = 100
-# The columns of training samples that exist for every study, so samples can be grouped by them.
+# Training samples have these columns in every study, so they can always be grouped by them.
 _TABLE_COLUMNS = ("label", "prediction")
 
 
@@ -37,7 +37,7 @@ class Grouping:
 
     @classmethod
     def of(cls, column: str, values: Iterable[Any]) -> "Grouping":
-        """Group samples by their values in a column: at most 100 different texts or integers."""
+        """Group samples by the values of a column, at most 100 different texts or integers."""
         array = np.asarray(pd.Series(list(values)))
         if array.dtype.kind == "f":
             raise InputError(
@@ -120,7 +120,7 @@ class GroupSums:
             similarities: For each of C checkpoints, the similarities of the samples to the targets
                 (A_c in docs/explanation/scores.md), shape (C, rows, m).
             loss_weights: The loss weights to the configured power, shape (C, rows).
-            norms: The norm ||B_c|| of each checkpoint for ``unit_average``, else ones.
+            norms: For ``unit_average``, the norm ||B_c|| of each checkpoint. Otherwise ones.
             groups: For each grouping column, the number of each sample's group, shape (rows,).
                 Groups of different columns have different numbers.
         """
