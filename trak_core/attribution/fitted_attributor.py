@@ -92,10 +92,10 @@ class Scorer:
     def score(self, targets: Split, compute: Compute) -> MemoryPart:
         """Return this checkpoint's contribution to the scores of all training samples for targets.
 
-        It consists of the matrix A = Phi (N + ridge I)^-1 T^T, where Phi and T are the features of
-        training samples and targets, and N is the normal matrix, and of labels, outputs and
-        predictions. For exact scores, Phi and T are gradients that are not projected, and each call
-        computes the gradients of all training samples again.
+        It contains labels, outputs, predictions and the matrix A = Phi (N + ridge I)^-1 T^T. Phi
+        and T are the features of training samples and targets, and N is the normal matrix. For
+        exact scores, Phi and T are gradients that are not projected, and each call computes the
+        gradients of all training samples again.
         """
         if isinstance(self.damped, DampedGradients):
             values, columns = self._exact(targets, self.damped, compute)
@@ -270,11 +270,14 @@ class FittedAttributor(ABC):
             )
 
     def self_influence(self) -> pd.DataFrame:
-        """Return a table of self-influences: absolute scores of training samples for themselves.
+        """Return a table of the self-influences of training samples.
 
-        A large self-influence means that the model memorized the sample. Memorized samples often
-        have wrong labels. The table is indexed by id and has columns ``label``, ``prediction``,
-        ``output`` and ``self_influence``. This method is not available with ``projection="exact"``.
+        The self-influence of a sample is the absolute value of its score for itself. A large
+        self-influence means that the model memorized the sample. Memorized samples often have wrong
+        labels.
+
+        The table is indexed by id and has columns ``label``, ``prediction``, ``output`` and
+        ``self_influence``. This method is not available with ``projection="exact"``.
         """
         self._check_projected("Self-influences")
         features, matrices = (

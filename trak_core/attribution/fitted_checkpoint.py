@@ -280,7 +280,7 @@ class DampedGradients:
         factors = inverse_lengths(gramian) if spec.normalize else np.ones((len(gramian), 1))
         gramian *= factors
         gramian *= factors.T
-        # ``factorize`` divides by n (1 + draws), but damping refers to a mean over n samples.
+        # ``factorize`` averages over n (1 + draws) rows, but damping refers to a mean over n rows.
         damped = DampedGramian.factorize(gramian, weights, spec.damping * (1 + draws))
         norm = None
         if spec.norm_power is not None:

@@ -29,8 +29,8 @@ from trak_core.runtime.progress import log, with_progress
 from trak_core.settings import TRAIN, FeaturesSpec, ProjectionSpec, projection_of
 from trak_core.study.dataset_split import Split
 
-# Texts are sorted by length within windows of consecutive texts. A window contains as many texts as
-# have features of _WINDOW_BYTES bytes, but at least _LEAST_WINDOW texts.
+# Texts are sorted by length within windows of consecutive texts. A window contains at least
+# _LEAST_WINDOW texts. The features of a larger window fit into _WINDOW_BYTES.
 _WINDOW_BYTES, _LEAST_WINDOW = 2**24, 256
 
 

@@ -40,7 +40,7 @@ _SAMPLES_AT_ONCE = 128
 
 
 def _positions(inds: Positions, num_samples: int | None, start: int, n: int, end: int) -> list[int]:
-    """Return the positions of the ``n`` samples of a batch in the training set or the targets.
+    """Return the positions, in the training set or the targets, of a batch's ``n`` samples.
 
     They are ``inds`` or, if ``num_samples`` is given, consecutive numbers from ``start`` on.
     """
