@@ -1,4 +1,4 @@
-"""Compute one checkpoint's part of the scores from stored features or a stored Gramian."""
+"""Compute one checkpoint's contribution to the scores from stored features or a stored Gramian."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack

@@ -137,7 +137,7 @@ class BasicProjector(AbstractProjector):
         vars(self).pop("proj_matrix", None)
 
     def get_generator_states(self) -> None:
-        """Set ``generator_states`` to the first column of each block of the matrix."""
+        """Set ``generator_states`` to the numbers of the first columns of the matrix's blocks."""
         self.generator_states = list(range(0, self.proj_dim, self.block_size))
         self.num_blocks = len(self.generator_states)
 

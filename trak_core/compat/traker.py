@@ -180,7 +180,7 @@ class TRAKer:
     def init_projector(
         self, projector: AbstractProjector | None, proj_dim: int | None, proj_max_batch_size: int
     ) -> None:
-        """Set ``self.projector`` and ``self.proj_dim``. None selects a rademacher projection."""
+        """Set ``self.projector``, by default a rademacher projection, and ``self.proj_dim``."""
         self.projector: Any = projector
         if projector is None:
             device = torch.empty(0, device=self.device).device  # Fails if the device is missing.

@@ -113,7 +113,7 @@ def bootstrap(
     within each draw.
 
     Args:
-        predictions: Subset sums of scores, each of shape (subsets, targets).
+        predictions: Sums of scores over the subsets, each of shape (subsets, targets).
         outputs: Outputs of retrained models, shape (seeds, subsets, targets). Predictions are
             compared with the mean over seeds.
         n_draws: The number of draws.
