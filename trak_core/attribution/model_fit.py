@@ -28,7 +28,7 @@ class Fit:
             the R2 of the predictions.
         is_doubtful: Whether the models predict no better than the guess, predict most classes
             wrong, or mistake one class for another in most samples. Except for regression, models
-            are better only if the difference is at least two standard errors.
+            count as better only if the difference is at least two standard errors.
     """
 
     measure: str

@@ -213,10 +213,10 @@ _Inner = Callable[[int, Tensor], Tensor]
 class Directions:
     """The entries of R v that belong to each parameter, for the projection matrix R and vectors v.
 
-    These entries are called a direction of the parameter. ``vectors`` has shape (m, k), float32.
-    The directions of the smallest parameters are computed only once and kept if they have at most
-    ``PIECE`` entries in total. ``scales`` are factors that multiply the entries of gradients, by
-    parameter name.
+    For each v, these entries are called a direction of the parameter. ``vectors`` has shape (m, k),
+    float32. The directions of the smallest parameters are computed only once and kept if they have
+    at most ``PIECE`` entries in total. ``scales`` are factors that multiply the entries of
+    gradients, by parameter name.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Rank training samples by harm, by help or by how likely their labels are wrong. Find copies."""
+"""List training samples that help, that harm, that may have wrong labels, or that are copies."""
 
 import numpy as np
 import pandas as pd
