@@ -128,7 +128,7 @@ def test_other_functions_of_logits_get_them_whole(make):
     values = formed_gradients(gradients_one_by_one, *pieces)
     assert_equal(values, formed_gradients(gradients_one_by_one, *whole))
     assert not pieces[0].is_deferred
-    assert "together" in pieces[0].told(TOKENS)
+    assert "together" in pieces[0].notice(TOKENS)
 
 
 @pytest.mark.parametrize("make", IN_PIECES.values(), ids=IN_PIECES)

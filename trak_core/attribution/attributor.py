@@ -17,11 +17,10 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from trak_core.artifacts import NORMAL_MATRIX, Artifact, open_artifact
-from trak_core.attribution.device import PRECISIONS, Compute, float32_precision, takes_cuda
+from trak_core.attribution.device import PRECISIONS, Compute, float32_precision, usable_device
 from trak_core.attribution.fitted_attributor import FittedAttributor, Setup, stored_columns
 from trak_core.attribution.fitted_checkpoint import (
-    normal_matrix_specs,
+    is_normal_matrix_of,
     training_table,
     write_normal_matrix,
 )
@@ -49,12 +48,12 @@ from trak_core.model_outputs.about_outputs import (
 )
 from trak_core.model_outputs.model_output import ModelOutput, own_output
 from trak_core.runtime.progress import notice, progress_bar
-from trak_core.settings import TRAIN, Combine, FeaturesSpec, NormalSpec, Weighting
+from trak_core.settings import TRAIN, Combine, FeaturesSpec, Weighting
 from trak_core.study.given_data import split_digest, split_of_data
 from trak_core.study.study import Study
 
-# The digest of the data in a temporary folder. No later call can reuse the folder, so the data are
-# not hashed.
+# Stored instead of a digest of the training data if the files are in a temporary folder. The data
+# need not be hashed, because no later call can use these files.
 _IN_MEMORY = "in memory"
 
 Weights = str | Path | Mapping[str, Any]
@@ -65,58 +64,61 @@ class Attributor(FittedAttributor):
     """Attribute a model's predictions to its training samples with TRAK.
 
     The score of training sample i for target j estimates how much training on sample i raised the
-    model output f for target j. Gradients of f are projected to k dimensions and then called
-    features. Each checkpoint c yields a matrix
+    model output f for target j. The features of a sample are the gradient of f, projected to k
+    dimensions. Each checkpoint c yields a matrix
 
         A_c = Phi_c (Phi_c^T W_c Phi_c + ridge_c I)^-1 T_c^T,
 
     where the rows of Phi_c (n, k) are the features of training samples, the rows of T_c (m, k) are
-    the features of targets, and W_c is a diagonal matrix of weights. The scores are the A_c,
-    multiplied by the loss weights Q_c = -dl/df of the training samples, where l is the training
-    loss, and averaged over checkpoints as ``combine`` states. The batch size, memory limit and
-    device affect scores only through rounding. A run of the pipeline with the same settings and
-    checkpoint ids computes the same scores.
+    the features of targets, and W_c is a diagonal matrix of weights. The scores are computed from
+    the matrices A_c and the loss weights Q_c = -dl/df of the training samples, where l is the
+    training loss. ``combine`` says how these are multiplied and averaged over checkpoints. The
+    batch size, memory limit and device affect scores only through rounding. A run of the pipeline
+    with the same settings and checkpoint ids computes the same scores.
 
     Args:
         model: A ``torch.nn.Module``, which is copied, or a function that returns a module. The
             model is used in evaluation mode.
-        output: The model output f to explain. It is a value of ``model_output`` in a config, such
-            as ``"image_classification"``; a ``ModelOutput``; or a function of the model's return
-            value for one sample and of the sample's label. For a function, all loss weights are 1,
-            which is only correct if f is minus the training loss.
+        output: The model output f to explain: a name such as ``"image_classification"``, a
+            ``ModelOutput``, or a function of the model's return value for one sample and of the
+            sample's label. With a function, all loss weights are 1, which is only correct if f is
+            minus the training loss.
         checkpoints: The weights of trained models: a path, a state dict, a list of paths or state
             dicts, or a dict that maps ids to paths or state dicts. None uses the weights of
             ``model``. A path is a file or folder in any format that a config accepts. If several
-            checkpoints come from one training run, pass a dict with values
-            ``{"path": ..., "run": ..., "at": ...}``. In a list, the ids of checkpoints are the file
-            names without suffix, with ``_`` for characters such as ``=``. If two names are equal,
-            the ids are 0, 1, 2, ... The projection matrix depends on the id.
+            checkpoints come from one training run, pass a dict that maps ids to dicts ``{"path":
+            ..., "run": ..., "at": ...}`` with the name of the run and the time, such as the epoch.
+            In a list, the ids of checkpoints are the file names without suffix, with ``_`` for
+            characters such as ``=``. If two names are equal, the ids are 0, 1, 2, ... The
+            projection matrix of a checkpoint depends on its id.
         projection: None for a random projection. ``"exact"`` computes inner products of gradients
             without a projection, and stores n^2 numbers.
-        kind: The kind of the projection matrix. None for the cheapest kind that is as accurate as a
-            dense matrix.
+        kind: The kind of the projection matrix, such as ``"rademacher"``. None for the cheapest
+            kind that is as accurate as a dense matrix.
         proj_dim: The number of dimensions k. Accuracy grows with k, and memory with n k + k^2.
         seed: The seed of the projection matrix.
         damping: The ratio of ridge_c to the mean of w_i |phi_i|^2 over training samples i, where
             w_i is a diagonal entry of W_c and phi_i a row of Phi_c. None stands for 2.
-        weighting: ``"plain"`` sets the weights W_c to 1, and ``"curvature"`` to a power of the
-            curvature d2l/df2. For ``weighting``, ``combine`` and ``loss_weight_power``, None stands
-            for a default that depends on the output and the checkpoints.
+        weighting: ``"plain"`` sets the diagonal of W_c to 1, and ``"curvature"`` sets it to a power
+            of the curvature d2l/df2 of the training loss. For ``weighting``, ``combine`` and
+            ``loss_weight_power``, None stands for a default that depends on the output and the
+            checkpoints.
         combine: How to average scores over checkpoints: ``"product_of_averages"``,
             ``"average_of_products"`` or ``"unit_average"``.
         loss_weight_power: The exponent of the loss weights, above 0 and at most 1.
         normalize: Whether to divide the features of each training sample by their norm.
-        parameters: A pattern, or patterns, of the names of parameters. Gradients are computed with
-            respect to these parameters, for example ``"head.*"``.
+        parameters: A pattern such as ``"head.*"``, or several. Gradients are computed with respect
+            to the parameters whose names match a pattern.
         preconditioner: ``"adam"`` divides gradients by the square root of Adam's second moments,
             which must be stored with the checkpoints.
         label_draws: The number of labels to draw for each training sample from the distribution
-            that the model predicts. The normal matrix is then computed from these labels, and its
-            expectation is the Gauss-Newton matrix of the training loss. With 0, the normal matrix
-            is Phi_c^T W_c Phi_c.
+            that the model predicts. If it is above 0, Phi_c^T W_c Phi_c is replaced by a matrix
+            that is computed from these labels, and whose expectation is the projected Gauss-Newton
+            matrix of the training loss.
         features_dtype: The dtype in which features are stored: ``"float32"``, ``"float16"`` or
             ``"int8"``.
-        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"`` ...; ``"auto"`` for CUDA if it is available.
+        device: A device such as ``"cpu"`` or ``"cuda:1"``, or ``"auto"``, which uses CUDA if it is
+            available.
         precision: ``"highest"`` computes matrix products and convolutions in float32. ``"high"``
             uses TF32, which has about three decimal digits, on devices that support it.
         batch_size: The largest number of samples in a batch.
@@ -140,7 +142,8 @@ class Attributor(FittedAttributor):
         >>> scores.top(1)["train"].tolist()  # the targets are the first two training samples
         [0, 1]
 
-    Outputs that compare samples of a batch, and models on several devices, are not supported.
+    Outputs that depend on other samples of the batch are not supported, nor are models on several
+    devices.
 
     Source: Park et al., "TRAK: Attributing Model Behavior at Scale", ICML 2023, equations 16, 17.
     """
@@ -203,7 +206,7 @@ class Attributor(FittedAttributor):
         check_label_draws(config)
         state_dicts = {id_: c.state_dict for id_, c in table.items() if c.state_dict}
         spec = scores_spec(config, features_spec(config, "", state_dicts), runs_of(table))
-        torch_device = _checked_device(device, projects=projection is None)
+        torch_device = usable_device(device, projects=projection is None)
         compute = Compute(torch_device, batch_size, memory_mb, threads or torch.get_num_threads())
         super().__init__()
         self._setup = Setup(spec, compute)
@@ -306,11 +309,13 @@ class Attributor(FittedAttributor):
                 by_digest.setdefault(digest, []).append(name)
         for names in by_digest.values():
             if len(names) > 1:
-                notice(f"the checkpoints {listed(names)} have the same weights.")
+                notice(
+                    f"the checkpoints {listed(names)} have the same weights. Check that each path "
+                    "or state dict was passed only once."
+                )
         self._notice_bad_fit()
 
     def __repr__(self) -> str:
-        """Return a text with the numbers of checkpoints and training samples."""
         n, train = len(self.checkpoints), self._setup.train
         fitted = f"fitted to {len(train.ids)} training samples" if train else "not fitted"
         return f"Attributor of {n} checkpoint{'s' * (n != 1)}, {fitted}"
@@ -345,7 +350,11 @@ class Attributor(FittedAttributor):
         )
 
     def _fit_checkpoint(self, name: str, bar: Any) -> str:
-        """Write the missing files of the checkpoint ``name``. Return the digest of the weights."""
+        """Compute a checkpoint's features and normal matrix if they are not stored yet.
+
+        Returns:
+            The digest of the checkpoint's weights.
+        """
         path, own, compute = self._features(name), self.settings.under(name), self._compute
         loaded = replace(self._load(name), method_of=self._method_for)
         if path.exists() and self._is_current(name, loaded):
@@ -357,7 +366,7 @@ class Attributor(FittedAttributor):
         if self._is_projected:
             with self._open_features(name) as train, bar.silent():
                 given = self._normal_matrix(name), train, own.of_normal_matrix()
-                if not _is_normal_matrix_of(*given):
+                if not is_normal_matrix_of(*given):
                     write_normal_matrix(*given, code="", memory_mb=compute.memory_mb)
         return loaded.checkpoint_digests["sha256"]
 
@@ -369,11 +378,15 @@ class Attributor(FittedAttributor):
         if fit and fit.is_doubtful:
             notice(
                 f"the models predict their training samples badly. {fit.measure} Check that inputs "
-                "and labels are as in training, and that checkpoints were saved after training."
+                "and labels are the same as in training, and that the checkpoints were saved after "
+                "training."
             )
 
     def _is_current(self, name: str, loaded: LoadedModel) -> bool:
-        """Return whether stored features belong to these weights. Other settings are an error."""
+        """Return whether the stored features were computed from the same weights.
+
+        If anything else differs, such as the training data or a setting, raise an error.
+        """
         with self._open_features(name) as file:
             differ, columns = self._differing_keys(name, loaded, file), stored_columns(file)
         if differ == ["checkpoint"]:
@@ -385,21 +398,12 @@ class Attributor(FittedAttributor):
         return True
 
 
-def _is_normal_matrix_of(path: Path, train: Artifact, spec: NormalSpec) -> bool:
-    """Return whether ``path`` is a file with the normal matrix of the features in ``train``."""
-    if not path.exists():
-        return False
-    with open_artifact(path, NORMAL_MATRIX) as file:
-        expected, stored = normal_matrix_specs(file, train, spec)
-        return expected == stored
-
-
 def _without_none(**settings: Any) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if value is not None}
 
 
 def _read_checkpoints(given: Any) -> tuple[dict[str, Checkpoint], dict[str, Any]]:
-    """Return the checkpoints by id, and the weights by id: a path, a state dict or None."""
+    """Return the checkpoints by id, and the weights of each: a path, a state dict or None."""
     if given is None:
         return {"model": Checkpoint("model", path="")}, {"model": None}
     if isinstance(given, str | Path) or _is_state_dict(given):
@@ -425,7 +429,7 @@ def _read_checkpoints(given: Any) -> tuple[dict[str, Checkpoint], dict[str, Any]
                 code="attribution.no_checkpoint",
             )
         if isinstance(entry.get("path"), Mapping):
-            # Copies, because training steps change the tensors of a state dict in place.
+            # The tensors are copied, because further training would change them in place.
             in_memory[str(name)] = {k: v.detach().clone() for k, v in entry["path"].items()}
             entry["path"] = ""  # A state dict has no path that could contain a training step.
         entries[str(name)] = {k: str(v) if k == "path" else v for k, v in entry.items()}
@@ -434,7 +438,8 @@ def _read_checkpoints(given: Any) -> tuple[dict[str, Checkpoint], dict[str, Any]
     missing = [path for path in paths.values() if not path.exists()]
     if missing:
         raise InputError(
-            f"A checkpoint must be an existing file or folder. Found nothing at {missing[0]}.",
+            f"A checkpoint must be an existing file or folder. Found nothing at {missing[0]}. "
+            "Check the path.",
             code="attribution.no_checkpoint",
         )
     for told in filter(None, (seeming_runs(table), mixed_trainings(table))):
@@ -453,7 +458,7 @@ def _is_state_dict(given: Any) -> bool:
 
 
 def _name_of_output(output: Output) -> str:
-    """Return the name under which a model output is stored in files."""
+    """Return the name by which files refer to a model output."""
     if isinstance(output, str):
         if output not in TABLE and function_location(output) is None:
             raise InputError(
@@ -489,12 +494,3 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
                 f"`{key}` must be one of {', '.join(values)}. Found {settings[key]!r}.",
                 code="attribution.scoring",
             )
-
-
-def _checked_device(given: str | torch.device, *, projects: bool) -> torch.device:
-    """Return the device for an argument ``device``, or raise an error if it cannot be used."""
-    if given == "auto":
-        given = "cuda" if takes_cuda("auto") else "cpu"
-    device = torch.device(given)
-    takes_cuda(device.type, projects=projects)
-    return device

@@ -1,4 +1,4 @@
-"""Sort texts by length, so that batches have little padding, and restore the order of results."""
+"""Sort texts by length, so that batches need little padding, and put results back in order."""
 
 import inspect
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -22,13 +22,14 @@ _MASK = "attention_mask"
 class OrderedSamples:
     """Samples in the order in which they are processed.
 
-    If samples are texts of different lengths, they are divided into windows of consecutive texts,
-    and each window is sorted by length, longest first. Otherwise samples keep the study's order.
+    Texts of different lengths are divided into windows of consecutive texts, and each window is
+    sorted by length, longest first, so that batches contain little padding. All other samples keep
+    their original order.
 
     Attributes:
         split: The samples in the order of processing.
         output: The model output, which determines the shape of labels.
-        rows: The index of each sample in the study's order, shape (n,).
+        rows: The index of each sample in the original order, shape (n,).
         lengths: The number of tokens of each text. None if no padding is needed.
         shapes: The shapes of all texts, which determine the padding. None if there is no padding.
         makes_mask: Whether to add an attention mask, which is 1 for tokens and 0 for padding.
@@ -47,7 +48,7 @@ class OrderedSamples:
         return len(self.rows)
 
     def batch(self, start: int, stop: int) -> Batch:
-        """Return samples ``start`` to ``stop`` as a CPU batch. Texts are padded on the right."""
+        """Return samples ``start`` to ``stop - 1`` on the CPU. Texts are padded on the right."""
         if self.lengths is None:
             return as_batch(self.split.batch(start, stop), self.output)
         return joined([self._text(i) for i in range(start, stop)])
@@ -72,7 +73,11 @@ class OrderedSamples:
         return replace(text, kwargs=kwargs, lengths=lengths, token_inputs=token_inputs)
 
     def few(self, n: int) -> list[int]:
-        """Return up to ``n`` positions of samples: the longest text, the shortest, and others."""
+        """Return the positions of up to ``n`` samples.
+
+        For texts of different lengths, the longest text comes first, and the others cover all
+        lengths.
+        """
         if self.lengths is None:
             return list(range(min(n, len(self))))
         by_length = np.argsort(self.lengths, kind="stable")[::-1]
@@ -80,7 +85,7 @@ class OrderedSamples:
         return list(dict.fromkeys(by_length[[0, -1, *spread]].tolist()))[:n]
 
     def naming_longest(self) -> AbstractContextManager[None]:
-        """Return a context that adds the longest text to the messages of errors it may cause."""
+        """Return a context in which error messages name the longest text as a possible cause."""
         if self.lengths is None:
             return nullcontext()
         longest = int(np.argmax(self.lengths))
@@ -89,7 +94,8 @@ class OrderedSamples:
     def batches_of(self, most: int, room: MemoryBudget | None = None) -> Callable[[int], int]:
         """Return a function that maps the position of a batch's first sample to the batch size.
 
-        A batch has at most ``most`` samples, fits into the memory ``room`` and lies in one window.
+        A batch contains at most ``most`` samples, all from the same window, and fits into the
+        memory budget ``room``.
         """
 
         def at_once(start: int) -> int:
@@ -103,9 +109,10 @@ class OrderedSamples:
     def in_order(
         self, blocks: Iterable[tuple[int, int, Sequence[Tensor]]]
     ) -> Iterator[tuple[int, int, Sequence[Tensor]]]:
-        """Yield the start, stop and results of each window, with results in the study's order.
+        """Yield the start, the stop and the results of each window of samples.
 
-        ``blocks`` contains the start, stop and results of each batch, in the order of processing.
+        Within a window, the results are in the original order of the samples. ``blocks`` contains
+        the start, stop and results of each batch, in the order of processing.
         """
         if self.lengths is None:
             yield from blocks
@@ -122,7 +129,7 @@ class OrderedSamples:
 
 @contextmanager
 def naming_text(sample_id: object, length: int) -> Generator[None, None, None]:
-    """Add the id and length of a text to the messages of errors in the context."""
+    """Add the id and length of a text to the message of an InputError raised in the context."""
     try:
         yield
     except InputError as error:
@@ -170,7 +177,7 @@ def order_samples(
         rows = np.lexsort([-tokens, np.arange(n) // own_window])
         text = as_batch(split.batch(0, 1), output)
         makes_mask = takes_mask and not text.args and _MASK not in text.kwargs
-        # If only labels differ in length, for an encoder and a decoder, no mask is needed.
+        # An encoder-decoder model needs no mask if all its inputs have the same length.
         makes_mask &= bool(shapes.encoder_lengths or shapes.token_inputs) or not output.takes_labels
         given = split.select(rows.tolist()), output, rows, tokens[rows].tolist()
         ordered.append(OrderedSamples(*given, shapes, makes_mask, own_window))

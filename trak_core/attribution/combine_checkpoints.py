@@ -1,4 +1,4 @@
-"""Combine the results of checkpoints into a table of samples and a table of large scores."""
+"""Combine the results of checkpoints into tables of the samples and of the largest scores."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ _CACHED_SCORES = 2**21
 
 
 def fast_rows(n_targets: int) -> int:
-    """Return how many rows of scores fit into the cache, as a multiple of ``CHUNK_ROWS``."""
+    """Return how many rows of scores fit into the processor's cache, in whole chunks of rows."""
     return max(1, _CACHED_SCORES // n_targets // CHUNK_ROWS) * CHUNK_ROWS
 
 
@@ -32,10 +32,10 @@ def sample_table(parts: Sequence[Part], side: str, block: int) -> dict[str, np.n
     """Return a table of the training samples (``side="train"``) or targets (``side="target"``).
 
     Columns are ``id``, ``label``, ``prediction``, ``output``, ``output_sd`` and, for training
-    samples, ``loss_weight``, shape (n,) each. ``parts`` are the data of checkpoints. ``output`` and
-    ``loss_weight`` are means over checkpoints, and ``output_sd`` is the standard deviation of the
-    outputs. ``prediction`` is the class that most checkpoints predict or, if predictions are not
-    classes, their mean. ``block`` rows are read at a time.
+    samples, ``loss_weight``, shape (n,) each. ``parts`` contains the data of each checkpoint.
+    ``output`` and ``loss_weight`` are means over checkpoints, and ``output_sd`` is the standard
+    deviation of the outputs. ``prediction`` is the class that most checkpoints predict or, if
+    predictions are not classes, their mean. ``block`` rows are read at a time.
     """
     ids, labels = (parts[0].vector(f"{side}_{key}") for key in ("ids", "labels"))
 
@@ -75,13 +75,13 @@ def add_improving_signs(targets: dict[str, np.ndarray], about: About) -> None:
 class KeptScores:
     """A summary of the scores of all training samples for all targets.
 
-    ``helpful`` contains the largest scores of each target, and ``harmful`` the largest negated
-    scores. ``by_sample`` contains the columns ``help``, ``harm`` and ``harmed_label`` of the
-    training samples if they are known, shape (n,) each.
+    ``positive`` contains the largest scores of each target. ``negative`` contains the lowest
+    scores, multiplied by -1. ``by_sample`` contains the columns ``help``, ``harm`` and
+    ``harmed_label`` of the training samples, shape (n,) each, as far as they are known.
     """
 
-    helpful: Extremes
-    harmful: Extremes
+    positive: Extremes
+    negative: Extremes
     by_sample: dict[str, np.ndarray]
 
     @classmethod
@@ -98,7 +98,7 @@ class KeptScores:
         the signs of the scores that reduce each target's loss, shape (m,), or None if they are
         unknown. ``labels`` are the targets' classes, shape (m,), or None.
         """
-        helpful = harmful = None
+        positive = negative = None
         by_sample: defaultdict[str, list[np.ndarray]] = defaultdict(list)
         for start, scores in blocks:
             if improves is not None:
@@ -107,21 +107,21 @@ class KeptScores:
                 by_sample["harm"].append(both[:, 1])
             if labels is not None:
                 by_sample["harmed_label"].append(harmed_class(scores, labels))
-            helpful = largest(helpful, start, scores, top)
-            harmful = largest(harmful, start, -scores, top)
-        assert helpful is not None
-        assert harmful is not None
-        return cls(helpful, harmful, {k: np.concatenate(v) for k, v in by_sample.items()})
+            positive = largest(positive, start, scores, top)
+            negative = largest(negative, start, -scores, top)
+        assert positive is not None
+        assert negative is not None
+        return cls(positive, negative, {k: np.concatenate(v) for k, v in by_sample.items()})
 
 
 def influence_table(
     kept: KeptScores, train: Mapping[str, np.ndarray], targets: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
     """Return a table of each target's largest positive and lowest negative scores."""
-    helpful, harmful = kept.helpful, kept.harmful
+    positive, negative = kept.positive, kept.negative
     # The axes are target, sign and rank, so that np.nonzero sorts the table in this order.
-    rows = np.stack([helpful.rows.T, harmful.rows.T], axis=1)
-    sizes = np.stack([helpful.scores.T, harmful.scores.T], axis=1)
+    rows = np.stack([positive.rows.T, negative.rows.T], axis=1)
+    sizes = np.stack([positive.scores.T, negative.scores.T], axis=1)
     is_kept = sizes > 0
     target, sign, rank = np.nonzero(is_kept)
     signs, train_rows = np.array([1, -1])[sign], rows[is_kept]

@@ -27,16 +27,16 @@ _READ_SHAPE = {"__get__", "dim", "size", "numel", "is_floating_point", "is_compl
 
 
 class _LogitsNeededError(Exception):
-    """The error for a model that needs the values of its logits, which a placeholder lacks."""
+    """Raised if a model needs the values of its logits, which a placeholder does not contain."""
 
 
 class DeferredLogits(Tensor):
     """A placeholder for logits of shape (..., vocabulary size), which are not computed yet.
 
-    It stores the inputs ``hidden`` of the model's last layer, and in ``head`` this layer with the
-    entrywise functions that follow it. Slices of rows and entrywise functions return another
-    placeholder. The shape and dtype can be read. All other operations raise
-    ``_LogitsNeededError``, because they need the logits or might write into them.
+    ``hidden`` contains the inputs of the model's last layer. ``head`` contains this layer's weights
+    and the entrywise functions that the model applies to its logits. Slicing rows or applying an
+    entrywise function returns another placeholder. The shape and dtype can be read. All other
+    operations raise ``_LogitsNeededError``, because they need the logits or might write into them.
     """
 
     head: Head
@@ -122,7 +122,8 @@ class MarginsOfTokens(nn.Module):
     entrywise functions, all logits are computed together.
 
     Attributes:
-        output: The model output f, computed from margins. Its values are the same up to rounding.
+        output: The model output f, computed from margins. Its values are those of the original
+            model output, up to rounding.
         n_classes: The size of the vocabulary. None before the first call of the model.
         is_deferred: Whether the last call computed logits for a few tokens at a time.
     """
@@ -151,7 +152,7 @@ class MarginsOfTokens(nn.Module):
         return torch.stack([margins, is_right.to(margins.dtype)], dim=-1)
 
     def _logits(self, args: Any, kwargs: Any, labels: Tensor) -> Tensor:
-        """Return a placeholder or, if the model needs the values, logits from a second call."""
+        """Return a placeholder for the model's logits, or the logits if the model reads them."""
         if self._can_defer:
             try:
                 with _Defers(self._n_rows):
@@ -165,8 +166,8 @@ class MarginsOfTokens(nn.Module):
         logits = self._read(without_virtual_tokens(self.model, returned, labels))
         return logits[:, : logits.shape[1] - self._ahead]
 
-    def told(self, n_tokens: int) -> str:
-        """Return a notice that states how logits were computed in the last call of the model."""
+    def notice(self, n_tokens: int) -> str:
+        """Return a notice that says how logits were computed in the last call of the model."""
         way = "together, because the model does not end in a linear layer and entrywise functions"
         if self.is_deferred:
             way = "a few tokens at a time, and again in the backward pass, which needs less memory"
@@ -175,7 +176,10 @@ class MarginsOfTokens(nn.Module):
 
 
 def vocabulary_size(model: nn.Module) -> int:
-    """Return the vocabulary size: the most rows of an embedding or, without one, of a matrix."""
+    """Return the vocabulary size: the number of rows of the model's largest embedding.
+
+    For a model without embeddings, return the largest number of rows of a matrix.
+    """
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     matrices = tables or [p for p in model.parameters() if p.ndim == 2]
     return max(map(len, matrices), default=0)

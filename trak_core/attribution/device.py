@@ -1,4 +1,4 @@
-"""Find the device that a config names, reserve a GPU, and set the precision of float32."""
+"""Find the device that a config names, reserve a GPU, and set the precision of float32 products."""
 
 import os
 import tempfile
@@ -17,12 +17,13 @@ from trak_core.runtime.progress import print_line
 
 _LOOK_SECONDS = 1.0
 
-# torch's settings for the precision of float32 products, and the values that a config can choose.
+# The parts of torch that have a setting ``fp32_precision`` for float32 products.
 _backends: Any = torch.backends
 _PRODUCTS: Sequence[Any] = (
     *(_backends.cuda.matmul, _backends.cudnn.conv, _backends.cudnn.rnn),
     *(_backends.mkldnn.matmul, _backends.mkldnn.conv, _backends.mkldnn.rnn),
 )
+# Maps the values of `compute.precision` in a config to values of torch's ``fp32_precision``.
 PRECISIONS = {"highest": "ieee", "high": "tf32"}
 
 
@@ -41,7 +42,9 @@ class Compute:
 
 
 def takes_cuda(name: str, *, projects: bool = False) -> bool:
-    """Return whether a config's device is CUDA. ``auto`` is CUDA if a CUDA device is available.
+    """Return whether the device ``name`` in a config stands for CUDA.
+
+    The name ``auto`` stands for CUDA if a CUDA device is available.
 
     Raises:
         InputError: If the name is ``cuda`` and torch finds no CUDA device, or if ``projects`` is
@@ -61,6 +64,15 @@ def takes_cuda(name: str, *, projects: bool = False) -> bool:
 
         require_numba_cuda()
     return is_cuda
+
+
+def usable_device(given: str | torch.device, *, projects: bool) -> torch.device:
+    """Return the torch device for ``given``, or raise an error if it cannot be used."""
+    if given == "auto":
+        given = "cuda" if takes_cuda("auto") else "cpu"
+    device = torch.device(given)
+    takes_cuda(device.type, projects=projects)
+    return device
 
 
 def find_device(name: str, *, projects: bool = False) -> torch.device:
@@ -108,17 +120,20 @@ def _round_factors(dtypes: Sequence[str]) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """Return a device's name, which files store to show where they were computed."""
+    """Return a device's name, to store it in files that are computed on this device."""
     return f"cuda {torch.cuda.get_device_name(device)}" if device.type == "cuda" else "cpu"
 
 
 @cache
 def hold_one(names: tuple[str, ...]) -> int:
-    """Return the index in ``names`` of a GPU, after reserving the GPU until this process ends.
+    """Reserve one of the GPUs in ``names`` until this process ends.
 
     If no GPU is free, the function waits. A GPU is reserved by a lock on a file in the system's
     temporary folder. The system releases the lock when the process ends, even if it is killed. All
     processes on this machine must use the same name, such as a UUID, for the same GPU.
+
+    Returns:
+        The index of the reserved GPU in ``names``.
     """
     import fcntl  # This module does not exist on Windows.
 

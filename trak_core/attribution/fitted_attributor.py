@@ -38,7 +38,7 @@ from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.score_formulas import checkpoint_weights
 from trak_core.attribution.scores import Scores
 from trak_core.attribution.solve import DampedMatrix
-from trak_core.attribution.token_scores import Cut, count_tokens, cut_pairs, token_tables
+from trak_core.attribution.token_scores import SplitScores, count_tokens, split_pairs, token_tables
 from trak_core.attribution.write_features import feature_blocks, projection_for
 from trak_core.config.memory_needs import exact_need
 from trak_core.errors import InputError
@@ -66,7 +66,7 @@ class Scorer:
     Attributes:
         train: The training samples.
         columns: The ``stored_columns`` of the training samples.
-        norm: The norm by which this checkpoint's scores are divided, or None if they are not.
+        norm: The norm by which this checkpoint's scores are divided. None for no division.
         damped: The factorized damped normal matrix or, for exact scores, damped Gramian.
         features: The training samples' features, in a file or in memory. None for exact scores.
     """
@@ -90,12 +90,12 @@ class Scorer:
         return n_bytes + self.features[:1].nbytes * len(self.features) + self.damped.factor.nbytes
 
     def score(self, targets: Split, compute: Compute) -> MemoryPart:
-        """Return this checkpoint's part of the scores of all training samples for targets.
+        """Return this checkpoint's contribution to the scores of all training samples for targets.
 
-        The part contains A = Phi (N + ridge I)^-1 T^T, where Phi and T are the features of training
-        samples and targets, and N is the normal matrix. It also contains labels, outputs and
-        predictions. For exact scores, A is computed by ``DampedGradients``, and each call
-        differentiates all training samples again.
+        It contains labels, outputs, predictions and the matrix A = Phi (N + ridge I)^-1 T^T. Phi
+        and T are the features of training samples and targets, and N is the normal matrix. For
+        exact scores, Phi and T are gradients that are not projected, and each call computes the
+        gradients of all training samples again.
         """
         if isinstance(self.damped, DampedGradients):
             values, columns = self._exact(targets, self.damped, compute)
@@ -116,13 +116,16 @@ class Scorer:
     def _exact(
         self, targets: Split, gradients: DampedGradients, compute: Compute
     ) -> tuple[np.ndarray, list[Tensor]]:
-        """Return the exact matrix A (float32), and the targets' labels, outputs and predictions."""
+        """Return A (see ``score``) from gradients that are not projected, float32.
+
+        Also return the targets' labels, outputs and predictions.
+        """
         exact_need(len(gradients.damped.gramian), len(targets.ids)).check(compute.memory_mb)
         if not self.loaded.reproduces(self.train, self.columns):
             raise InputError(
                 "With `projection: exact`, the training samples and the model must be the same in "
-                "`score` as in `fit`. Found other model outputs of training samples. Call `fit` "
-                "again.",
+                "`score` as in `fit`. Found different model outputs for training samples. Call "
+                "`fit` again.",
                 code="attribution.changed_data",
             )
         given = self.loaded, self.train, targets, self.spec.features, compute
@@ -139,11 +142,14 @@ class Scorer:
         joined = [torch.cat(parts) for parts in zip(*columns, strict=True)]
         return np.concatenate(features).astype(np.float64), joined
 
-    def cut(self, train: Sequence[int], targets: Split, pairs: np.ndarray, compute: Compute) -> Cut:
-        """Return the scores of pairs, split by tokens and by layers (see ``cut_pairs``).
+    def split_pairs(
+        self, train: Sequence[int], targets: Split, pairs: np.ndarray, compute: Compute
+    ) -> SplitScores:
+        """Return the scores of pairs, split by tokens and by layers.
 
-        ``train`` contains indices of training samples. A row of ``pairs``, shape (pairs, 2),
-        contains a position in ``train`` and a position in ``targets``.
+        A pair consists of a training sample and a target. ``train`` contains indices of training
+        samples. A row of ``pairs``, shape (pairs, 2), contains a position in ``train`` and a
+        position in ``targets``.
         """
         assert isinstance(self.damped, DampedMatrix)
         assert self.features is not None
@@ -158,7 +164,7 @@ class Scorer:
         phi = np.concatenate([self.features[row : row + 1] for row in train]).astype(np.float64)
         splits = self.train.select(train), targets
         given = self.loaded, self.spec, self.damped, splits, (phi, target_phi), pairs, compute
-        return cut_pairs(*given)
+        return split_pairs(*given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +186,7 @@ class FittedAttributor(ABC):
 
     def __init__(self) -> None:
         self._describe: Callable[[Any], str] | None = None
-        # The scorers that are kept in memory, by checkpoint, and whether memory suffices for all.
+        # The scorers that are kept in memory, by checkpoint, and whether all of them fit.
         self._held: dict[str, Scorer] = {}
         self._holds = True
         # Each public method closes the files of its scorers when it ends.
@@ -235,8 +241,9 @@ class FittedAttributor(ABC):
         known = self._setup.train_digest
         if known is not None and known != split_digest(self._train):
             raise InputError(
-                "With `projection: exact`, `score` differentiates the training samples again, so "
-                "they must be the same as in `fit`. Found changed samples. Call `fit` again.",
+                "With `projection: exact`, `score` computes the gradients of the training samples "
+                "again, so they must be the same samples as in `fit`. Found changed samples. Call "
+                "`fit` again.",
                 code="attribution.changed_data",
             )
         n_steps = len(targets.ids) if self._is_projected else len(self._train.ids)
@@ -263,11 +270,14 @@ class FittedAttributor(ABC):
             )
 
     def self_influence(self) -> pd.DataFrame:
-        """Return a table of self-influences: absolute scores of training samples for themselves.
+        """Return a table of the self-influences of training samples.
 
-        A large self-influence means that the model memorized the sample. Memorized samples often
-        have wrong labels. The table is indexed by id and has columns ``label``, ``prediction``,
-        ``output`` and ``self_influence``. This method is not available with ``projection="exact"``.
+        The self-influence of a sample is the absolute value of its score for itself. A large
+        self-influence means that the model memorized the sample. Memorized samples often have wrong
+        labels.
+
+        The table is indexed by id and has columns ``label``, ``prediction``, ``output`` and
+        ``self_influence``. This method is not available with ``projection="exact"``.
         """
         self._check_projected("Self-influences")
         features, matrices = (
@@ -282,8 +292,8 @@ class FittedAttributor(ABC):
         """Split the scores of each target's top training samples by tokens and by layers.
 
         A score is the inner product of a vector and a sample's gradient. The gradient is a sum of
-        terms that belong to tokens and layers. The score of a token or layer is the inner product
-        of the same vector and the terms of only this token or layer. Samples must be texts.
+        terms, each of which belongs to a token and a layer. The score of a token or layer is the
+        inner product of the same vector and the sum of its own terms. Samples must be texts.
 
         Args:
             scores: A result of ``score`` of this attributor.
@@ -311,7 +321,10 @@ class FittedAttributor(ABC):
             return self._retry_with_memory(lambda: self._split_by_tokens(pairs, targets))
 
     def _at_work(self) -> AbstractContextManager[Any]:
-        """Return a context in which samples and checkpoints can be read. Subclasses override it."""
+        """Return a context in which samples and checkpoints can be read.
+
+        A finished run overrides this method, because the run's paths are relative to its folder.
+        """
         return nullcontext()
 
     @contextmanager
@@ -326,10 +339,10 @@ class FittedAttributor(ABC):
 
     @abstractmethod
     def _refuse(self, path: Path, keys: Sequence[str]) -> NoReturn:
-        """Raise an error that names ``keys``, the settings in which a stored file differs."""
+        """Raise an error, because the file ``path`` has other values for the settings ``keys``."""
         raise NotImplementedError
 
-    # These paths are those in the results of a run, so that finished runs can be opened, too.
+    # The paths are the same as in the results of a run, so that a finished run can be opened.
 
     def _features(self, name: str) -> Path:
         kind = "features" if self._is_projected else "gramian"
@@ -367,16 +380,16 @@ class FittedAttributor(ABC):
         return recorded_methods(self._setup.folder, self.settings.features)
 
     def _differing_keys(self, name: str, loaded: LoadedModel, file: Artifact) -> list[str]:
-        """Return the settings of a checkpoint that have other values in its file ``file``."""
+        """Return the names of settings that have other values in a checkpoint's ``file``."""
         own = self.settings.under(name).of_train()
         projection = projection_for(loaded, own).scaled() if self._is_projected else {"kind": EXACT}
-        # Keys in LEFT_OUT are not stored if they have default values, for which None stands here.
-        # Without these entries, a file that stores another value would not be noticed.
+        # A file stores a key of LEFT_OUT only if its value differs from the default. If
+        # ``loaded.file_spec`` lacks such a key, the file must lack it, too (None).
         expected = dict.fromkeys(FeaturesSpec.LEFT_OUT) | loaded.file_spec(own, projection)
         return [key for key in expected if expected[key] != file.spec.get(key)]
 
     def _retry_with_memory(self, compute: Callable[[], Any]) -> Any:
-        """Return ``compute()``. If memory is insufficient, free all scorers and try again."""
+        """Return ``compute()``. If memory runs out, free all scorers and call ``compute`` again."""
         with float32_precision(self.settings.features.precision):
             try:
                 return compute()
@@ -388,12 +401,15 @@ class FittedAttributor(ABC):
                 return compute()
 
     def _compute_beside_held(self, name: str) -> Compute:
-        """Return the limits for computing gradients. Kept scorers take half of ``memory_mb``."""
+        """Return the limits for computing gradients beside the scorers that are kept in memory.
+
+        These scorers may take half of ``memory_mb``.
+        """
         memory_mb = self._compute.memory_mb // (1 + (self._holds and name in self._held))
         return replace(self._compute, memory_mb=memory_mb)
 
     def _scorer(self, name: str) -> Scorer:
-        """Return a checkpoint's scorer. If it reads features from a file, ``_files`` closes it."""
+        """Return a checkpoint's scorer. If the scorer has a file open, ``_files`` will close it."""
         scorer = self._held.get(name) or self._read_scorer(name)
         if isinstance(scorer.features, Rows):
             self._files.callback(scorer.features.artifact.close)
@@ -406,8 +422,8 @@ class FittedAttributor(ABC):
         If there is only one checkpoint and its scorer does not fit, the scorer is kept without
         features. Features are then read from the file.
         """
-        # A bound method would refer to the attributor, which refers to the scorer. Python frees a
-        # cycle only later, so a weak reference is used.
+        # The attributor refers to the scorer. If the scorer referred to the attributor, too, Python
+        # would free both of them late. Therefore the scorer gets a weak reference.
         owner = weakref.proxy(self)
         loaded = replace(
             self._load(name), method_of=lambda *given, **more: owner._method_for(*given, **more)
@@ -458,15 +474,15 @@ class FittedAttributor(ABC):
         positions = np.column_stack([train_of, target_of])
         row_of = {sample_id: row for row, sample_id in enumerate(self._train.ids)}
         rows = [row_of[train_id] for train_id in train_ids.tolist()]
-        cuts, loss_weights, norms = [], [], []
+        split_scores, loss_weights, norms = [], [], []
         n_steps = len(self.checkpoints) * (len(rows) + 2 * len(targets.ids))
         with progress_bar("tokens", n_steps) as bar, bar.counting():
             for name in self.checkpoints:
                 scorer = self._scorer(name)
                 compute = self._compute_beside_held(name)
-                cuts.append(scorer.cut(rows, targets, positions, compute))
+                split_scores.append(scorer.split_pairs(rows, targets, positions, compute))
                 loss_weights.append(scorer.columns["loss_weights"][rows])
                 norms.append(scorer.norm or 1.0)
                 del scorer  # to free its memory before the next scorer is read
         weights = checkpoint_weights(np.stack(loss_weights), np.array(norms), self.settings)
-        return token_tables(pairs, cuts, weights[:, train_of])
+        return token_tables(pairs, split_scores, weights[:, train_of])

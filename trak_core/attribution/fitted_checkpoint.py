@@ -1,4 +1,4 @@
-"""Compute one checkpoint's part of the scores from stored features or a stored Gramian."""
+"""Compute one checkpoint's contribution to the scores from stored features or a stored Gramian."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -41,7 +41,9 @@ ReadRows = Callable[[int, int], np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class MemoryPart:
-    """One checkpoint's part of the scores, in memory. In a run, an ``Artifact`` contains the part.
+    """The data of one checkpoint from which scores are computed.
+
+    In a run of the pipeline, a file contains the same data (see ``Artifact``).
 
     ``rows`` returns rows of A = Phi (N + ridge I)^-1 T^T (see ``Scorer.score``). ``vectors`` are
     the ``loss_weights`` of training samples, shape (n,), and the ``ids``, ``labels``, ``outputs``
@@ -67,7 +69,7 @@ Part = Artifact | MemoryPart
 def read_rows(
     values: Rows | np.ndarray, *, normalize: bool = False, first: int | None = None
 ) -> ReadRows:
-    """Return a function that reads rows of a matrix. With ``normalize``, rows get the norm 1.
+    """Return a function that reads rows of a matrix and, if ``normalize``, divides by their norms.
 
     If ``first`` is given, only the first ``first`` columns are read.
     """
@@ -77,12 +79,12 @@ def read_rows(
 
 
 def similarity_rows(phi: ReadRows, solved: Rows | np.ndarray) -> ReadRows:
-    """Return a function that computes rows of A = Phi X from rows of the features Phi (n, k).
+    """Return a function that computes rows of A = Phi X, where Phi (n, k) are training features.
 
-    ``solved`` is X = (N + ridge I)^-1 T^T, shape (k, m), where N is the normal matrix and T are the
-    features of targets. If X is in a file, it is read again for every block. Products are computed
-    for ``CHUNK_ROWS`` rows at a time, so a row's result is bitwise the same in every block that
-    starts at a multiple of ``CHUNK_ROWS``.
+    ``phi`` reads rows of Phi. ``solved`` is X = (N + ridge I)^-1 T^T, shape (k, m), where N is the
+    normal matrix and T are the features of targets. If X is in a file, it is read again for every
+    block. Products are computed for ``CHUNK_ROWS`` rows at a time, so that a row's result is
+    bitwise the same in every block that starts at a multiple of ``CHUNK_ROWS``.
 
     Source: Park et al., "TRAK", ICML 2023, equation 16.
     """
@@ -98,9 +100,10 @@ def similarity_rows(phi: ReadRows, solved: Rows | np.ndarray) -> ReadRows:
 
 
 def score_rows(parts: Sequence[Part], similarity: Sequence[ReadRows], spec: ScoresSpec) -> ReadRows:
-    """Return a function that computes rows of scores from each checkpoint's rows of A.
+    """Return a function that computes rows of the scores, averaged over checkpoints.
 
-    ``similarity`` contains, for each checkpoint, a function that returns rows of A.
+    ``similarity`` contains, for each checkpoint, a function that returns rows of the matrix A (see
+    ``MemoryPart``).
     """
     assert spec.loss_weight_power is not None
     combine, power = Combine(spec.combine), spec.loss_weight_power
@@ -116,7 +119,8 @@ def score_rows(parts: Sequence[Part], similarity: Sequence[ReadRows], spec: Scor
 def normal_weights(train: Artifact, curvature_power: float | None) -> np.ndarray:
     """Return the weights of training samples in the normal matrix, shape (n,), float64.
 
-    Weights are the curvature of the loss to the power ``curvature_power``, or 1 without a power.
+    A weight is the curvature of the sample's loss to the power ``curvature_power``. All weights are
+    1 if the power is None.
     """
     if curvature_power is None:
         return np.ones(len(train.vector("sample_ids")))
@@ -135,11 +139,14 @@ def write_normal_matrix(
 ) -> None:
     """Write the normal matrix N = Phi^T W Phi of features Phi (n, k), with diagonal weights W.
 
-    With ``label_draws``, N is copied from the file of features (see ``SampledNormal``). The file
-    also contains the smallest and largest eigenvalue of N, and the mean of w_i |phi_i|^2 over
-    samples i. If ``spec.norm_power`` is set, it contains all eigenvalues and the products of
-    ``Spectrum.norm_products``, which determine the norm by which scores are divided, for any
-    damping. If 2n <= k, only the n largest eigenvalues are written, because the others are 0.
+    With ``label_draws``, N is copied from the file of features (see ``SampledNormal``). The written
+    file also contains the smallest and largest eigenvalue of N, and the mean of w_i |phi_i|^2 over
+    samples i, from which the ridge is computed.
+
+    If ``spec.norm_power`` is set, scores will be divided by a norm. The file then also contains all
+    eigenvalues and the result of ``Spectrum.norm_products``, from which this norm can be computed
+    for any damping. If 2n <= k, only the n largest eigenvalues are written, because the others are
+    0.
     """
     check_made_for(train, spec.features)
     values = train.matrix("features")
@@ -183,8 +190,8 @@ def write_normal_matrix(
         else:
             spectrum = Spectrum.decompose(decomposed)
             eigenvalues = spectrum.eigenvalues
-            # The second argument is Phi^T Phi. It equals Phi^T W Phi, and is not computed again, if
-            # all weights in W are 1.
+            # The second argument is Phi^T Phi. If all weights in W are 1, it equals Phi^T W Phi,
+            # which has already been computed.
             products = spectrum.norm_products(gramians[1], gramians[2 if len(weights) > 2 else 0])
             names = range(len(products))
             writer.vector("eigenvalues", eigenvalues)
@@ -198,13 +205,22 @@ def write_normal_matrix(
         writer.scalar("condition_number", largest / max(smallest, floor) if largest > 0 else 1.0)
 
 
-def normal_matrix_specs(
+def _normal_matrix_specs(
     file: Artifact, train: Artifact, spec: NormalSpec
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings that a file with a normal matrix must have, and those that it has."""
+    """Return the settings that the file of a normal matrix must contain, and the stored ones."""
     expected = {f.name: getattr(spec, f.name) for f in fields(NormalSpec)}
     expected |= {"features": train.content_hash}
     return expected, {key: file.spec.get(key) for key in expected}
+
+
+def is_normal_matrix_of(path: Path, train: Artifact, spec: NormalSpec) -> bool:
+    """Return whether ``path`` is a file with the normal matrix of the features in ``train``."""
+    if not path.exists():
+        return False
+    with open_artifact(path, NORMAL_MATRIX) as file:
+        expected, stored = _normal_matrix_specs(file, train, spec)
+        return expected == stored
 
 
 def read_normal_matrix(
@@ -216,7 +232,7 @@ def read_normal_matrix(
     The ridge is the damping times the weighted mean squared norm of the features. If scores are not
     divided by a norm, the norm is None.
     """
-    check_same("features", *normal_matrix_specs(file, train, spec), file)
+    check_same("features", *_normal_matrix_specs(file, train, spec), file)
     ridge, norm = spec.damping * file.scalar("mean_squared_norm"), None
     if spec.norm_power is not None:
         products = file.matrix("norm_products")[:]
@@ -226,7 +242,7 @@ def read_normal_matrix(
 
 
 def stored_products(file: Artifact) -> np.ndarray:
-    """Return the inner products in a file, including those of gradients for drawn labels."""
+    """Return the matrix of inner products in a file, with the rows of drawn labels at the end."""
     gramian = file.matrix("gramian")[:]
     if not file.has("drawn"):
         return gramian
@@ -240,13 +256,13 @@ def stored_products(file: Artifact) -> np.ndarray:
 class DampedGradients:
     """The factorized damped Gramian of one checkpoint's n training samples, for exact scores.
 
-    The Gramian is R R^T, where the rows of R are gradients: first those of the model output for
-    each training sample, then, with S ``label_draws``, those for drawn labels. The normal matrix
-    R^T W R is then computed from drawn labels only: the diagonal of W is 1 / S for gradients for
-    drawn labels, and 0 for gradients of the model output.
+    The Gramian is R R^T. The first n rows of R are the training samples' gradients of the model
+    output. With S ``label_draws``, gradients for the drawn labels follow. The normal matrix R^T W R
+    is then computed from the drawn labels only: the diagonal of W is 1 / S for these gradients, and
+    0 for gradients of the model output.
 
-    ``factors`` multiply the rows of R. With ``normalize``, they are 1 over the norms of the rows.
-    ``norm`` is the norm by which scores are divided, or None.
+    The rows of R are multiplied by ``factors``, which are 1 or, with ``normalize``, the inverse
+    norms of the rows. ``norm`` is the norm by which scores are divided, or None.
     """
 
     damped: DampedGramian
@@ -264,7 +280,7 @@ class DampedGradients:
         factors = inverse_lengths(gramian) if spec.normalize else np.ones((len(gramian), 1))
         gramian *= factors
         gramian *= factors.T
-        # ``factorize`` averages over n (1 + draws) rows, but damping refers to the mean over n.
+        # ``factorize`` averages over n (1 + draws) rows, but damping refers to a mean over n rows.
         damped = DampedGramian.factorize(gramian, weights, spec.damping * (1 + draws))
         norm = None
         if spec.norm_power is not None:
@@ -307,12 +323,13 @@ def self_influences(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the absolute value of every training sample's score for itself.
 
-    The score of sample i for itself is A_c[i, i] Q_c[i]^power, combined over checkpoints c like
-    all scores, where Q_c are the loss weights and A_c = Phi_c (N_c + ridge_c I)^-1 Phi_c^T.
-    ``features`` and ``normal_matrices`` contain one file for each checkpoint of ``spec``. The first
-    returned value contains the column ``self_influence``, shape (n,), and the columns of
-    ``training_table`` for the last checkpoints of all runs. The second one contains the settings to
-    store.
+    The score of sample i for itself is A_c[i, i] Q_c[i]^power, averaged over checkpoints c like all
+    other scores, where Q_c are the loss weights and A_c = Phi_c (N_c + ridge_c I)^-1 Phi_c^T.
+    ``features`` and ``normal_matrices`` contain one file for each checkpoint of ``spec``.
+
+    Returns:
+        The columns of a table, shape (n,) each: ``self_influence`` and those of ``training_table``
+        for the last checkpoint of each run; and the settings to store with the table.
 
     Source: Koh and Liang, "Understanding Black-box Predictions via Influence Functions", ICML 2017,
         section 5.4.
@@ -332,8 +349,9 @@ def self_influences(
             block = scores_need(values.shape[1], 1).rows(memory_mb)
             for start, stop in blocks_with_progress(len(values), block, "training samples"):
                 rows = values[start:stop].astype(np.float64)
-                # With `normalize`, features of training samples have norm 1, but those of targets
-                # do not. Therefore phi_i^T (N + ridge I)^-1 phi_i is divided by |phi_i| once.
+                # With `normalize`, a sample's features are divided by their norm if it is a
+                # training sample, but not if it is a target. Therefore phi_i^T (N + ridge I)^-1
+                # phi_i is divided by |phi_i| only once.
                 lengths = np.linalg.norm(rows, axis=1) if spec.normalize else np.ones(len(rows))
                 diagonal[start:stop, 0] = damped.squares(rows) / np.where(lengths > 0, lengths, 1)
             weights = powered(file.vector("loss_weights"), spec.loss_weight_power)

@@ -26,12 +26,13 @@ Methods = dict[str, tuple[str, str | None]]
 def method_for(
     loaded: LoadedModel, few: Batch, methods: Methods, *, reads_terms: bool = False
 ) -> GradientMethod:
-    """Return the gradient method for a model. If the method is unusual, print a notice.
+    """Return the method by which the gradients of a model's samples are computed.
 
-    The choice depends on conditions such as the dtypes of the samples ``few``. If ``methods`` has
-    no choice for these conditions, methods are compared on the first two samples, and the choice is
-    added to ``methods``. With ``reads_terms``, the method must compute the terms whose sum is a
-    gradient. Plain autograd is then excluded, and the choice is not added.
+    The choice depends on conditions such as the dtypes of the samples ``few``. If ``methods``
+    contains no choice for these conditions, methods are compared on the first two samples, and the
+    choice is added to ``methods``. A notice that belongs to the choice is printed. With
+    ``reads_terms``, the method must compute the terms whose sum is a gradient. Plain autograd is
+    then excluded, and the choice is not added.
     """
     conditions = _conditions(loaded, few)
     name, notice = methods.get(conditions, (None, None))
@@ -58,9 +59,9 @@ def recorded_method_for(
     """Return the gradient method for a model, as chosen by the run that writes ``artifact``.
 
     For each set of conditions (see ``method_for``), the first job of the run compares methods and
-    records its choice in the results folder. A record is ignored if it is damaged or belongs to
-    another model or another version ``code`` of the code. If no record can be written, every job
-    compares methods.
+    records its choice in the results folder. A record is ignored if it is damaged, or if it belongs
+    to another model or to another version of the code than ``code``. If no record can be written,
+    every job compares methods.
     """
     folders = (folder for folder in artifact.parents if read_record(folder / CONFIG_RECORD))
     record = next((folder / RECORD for folder in folders), None)
@@ -86,7 +87,10 @@ def _read(record: Path, spec: FeaturesSpec) -> dict[str, Methods]:
 
 
 def _conditions(loaded: LoadedModel, few: Batch) -> str:
-    """Return all that can affect the choice of a method, except values of weights and samples."""
+    """Return a text with everything that can affect the choice of a method.
+
+    Only the values of weights and samples are left out.
+    """
     names = {type(part).__module__.partition(".")[0] for part in loaded.model.modules()}
     return json.dumps({
         "torch": torch.__version__,

@@ -40,7 +40,10 @@ def write_gramian(
     targets: Split | None = None,
     code: str,
 ) -> None:
-    """Write the inner products of training gradients with each other or with target gradients."""
+    """Write the inner products of the gradients of training samples and ``targets``.
+
+    Without targets, write the inner products of training samples' gradients with each other.
+    """
     own, where = targets or data, device_name(loaded.device)
     n, m = len(data.ids), len(own.ids)
     log(f"{spec.split}: inner products of {n} x {m} gradients on {where}")
@@ -68,11 +71,11 @@ def inner_products(
     in float64.
 
     The right factor of the product, R or J_t, is divided into blocks of rows that take at most
-    three quarters of the memory. Each block is multiplied by batches of rows of R. Therefore
-    training samples are differentiated once for each block.
+    three quarters of the memory. Each block is multiplied by batches of rows of R. Therefore the
+    gradients of training samples are computed once for each block.
 
-    The second returned value contains the label numbers and ``PerSample.columns`` of the targets,
-    or of the training samples if there are no targets.
+    The second returned value contains the labels, outputs, predictions, loss weights and any
+    curvatures of the targets or, without targets, of the training samples.
     """
     n_rows = 1 + spec.label_draws
     others, n_other_rows = (data, n_rows) if targets is None else (targets, 1)
@@ -87,7 +90,8 @@ def inner_products(
     given, room = _prepared(loaded, ordered, draws, left_mb)
     train = _Rows(loaded, *given, ordered[-1], draws)
     right = train if targets is None else _Rows(loaded, *given, ordered[0], None)
-    # The memory for one sample includes its rows in the block, which must not be counted twice.
+    # The memory for one sample includes its rows in the block. They are added back here, because
+    # the memory for the block is subtracted below.
     spare = room.budget_bytes - room.needed.of_longest.bytes_of(1) + right.bytes_per_sample
     most = min(3 * room.budget_bytes // 4, spare) // right.bytes_per_sample
     block = max(1, min(len(others.ids), most))
@@ -104,8 +108,9 @@ def check_finite(
 ) -> None:
     """Raise an error if an inner product of gradients or a model output is NaN or infinite.
 
-    ``products`` has shape (n, m), with the sample of each row in ``row_ids`` and of each column in
-    ``ids``. ``outputs``, shape (o,), belongs to the first o samples in ``ids``.
+    ``products`` has shape (n, m). ``row_ids`` and ``ids`` contain the id of the sample to which
+    each row and each column belongs. ``outputs``, shape (o,), are the model outputs of the first o
+    samples in ``ids``.
     """
     bad = ~np.isfinite(products)
     rows, columns = (np.flatnonzero(bad.all(axis=axis)).tolist() for axis in (1, 0))
@@ -127,13 +132,13 @@ def check_finite(
 def _prepared(
     loaded: LoadedModel, ordered: list[OrderedSamples], draws: LabelDraws | None, left_mb: int
 ) -> tuple[tuple[GradientMethod, int | None], MemoryBudget]:
-    """Return the arguments (method, number of classes) of ``_Rows``, and the memory for batches."""
+    """Return the gradient method, the number of classes, and the memory budget for batches."""
     fews, n_classes = zip(*(loaded.few(samples) for samples in ordered), strict=True)
     needs = [loaded.memory(few, left_mb) for few in fews]
     largest = max(
         range(len(needs)), key=lambda i: (needs[i].longest, needs[i].of_longest.bytes_of(1))
     )
-    # A sample also needs memory for rows in the batch and in the block, and for a copy of one row.
+    # A sample also needs memory for its gradients in the batch and in the block, and for one copy.
     more = (3 + 2 * (draws.n_draws if draws else 0)) * _row_bytes(loaded)
     more += draws.bytes_of_sample(loaded, fews[largest]) if draws else 0
     needed = needs[largest].mapped(
@@ -184,9 +189,10 @@ class _Rows:
     ) -> Iterator[tuple[int, np.ndarray, Tensor, list[Tensor]]]:
         """Yield the gradients of samples ``start`` to ``stop``, one batch at a time.
 
-        For each batch, yield the number of samples, the row numbers in the study's order, the rows
-        of gradients, and the samples' columns. ``at_once`` maps the first sample of a batch to the
-        batch size. If ``into`` is given, rows are written into this tensor.
+        For each batch, yield the number of samples; the row numbers of their gradients in a matrix
+        whose samples are in the original order; the gradients; and the samples' labels, outputs and
+        other values. ``at_once`` maps the first sample of a batch to the batch size. If ``into`` is
+        given, the rows are written into this tensor.
         """
         width = self.rows_per_sample
 
@@ -201,7 +207,7 @@ class _Rows:
             yield j - i, numbers.ravel(), rows, columns
 
     def _differentiate(self, rows: Tensor, start: int, stop: int) -> list[Tensor]:
-        """Add the gradients of samples to ``rows``. Return the columns of these samples."""
+        """Add samples' gradients to ``rows``. Return their labels, outputs and other values."""
         loaded, parts = self.loaded, rows.split(stop - start)
         batch = loaded.checked(self.samples, start, stop, self.n_classes)
         ids = self.samples.split.ids[start:stop]
@@ -219,10 +225,13 @@ class _Rows:
 def _fill(
     values: np.ndarray, train: _Rows, right: _Rows, block: int, batch_size: int, room: MemoryBudget
 ) -> list[Tensor]:
-    """Return the columns of the samples in ``right``, after writing inner products to ``values``.
+    """Write the inner products of the rows of ``train`` with the rows of ``right`` to ``values``.
 
-    These are the products of the rows of ``train`` with the rows of ``right``. The gradients
-    of ``block`` samples in ``right`` are in memory at a time. ``room`` is the memory for batches.
+    The gradients of ``block`` samples in ``right`` are in memory at a time. ``room`` is the memory
+    budget for batches.
+
+    Returns:
+        The labels, outputs and other values of the samples in ``right``.
     """
     is_square = train is right
     n, m = len(train.samples), len(right.samples)
@@ -235,7 +244,7 @@ def _fill(
             values[np.ix_(columns, rows)] = products.T
 
     def steps() -> Iterator[int]:
-        """Compute all products. For each batch, yield how many samples were differentiated."""
+        """Compute all products. For each batch of gradients, yield the number of samples."""
         held = right.zeros(block)
         for start in range(0, m, block):
             stop = min(start + block, m)
@@ -257,7 +266,7 @@ def _fill(
 
     starts = range(0, m, block)
     total = sum(n - start for start in starts) if is_square else n * len(starts)
-    # Samples are differentiated once for each block, so the sum of counts is scaled down to n.
+    # The gradients of a sample are computed several times, but the progress bar counts n samples.
     done = (-(-n * count // total) for count in accumulate(steps(), initial=0))
     for _ in with_progress(pairwise(done), n, "training samples"):
         pass

@@ -16,13 +16,14 @@ from trak_core.model_outputs.model_output import ModelOutput, rows_in
 
 @dataclass(frozen=True, slots=True)
 class LabelDraws:
-    """Draws of labels for samples from the distribution that a checkpoint's model predicts.
+    """Random labels for samples, drawn from the distribution that a checkpoint's model predicts.
 
     The random numbers depend on the seed, the stream, the sample's id and the number of draws, but
     not on batches. Rounding can still change a label if the random number is close to the boundary
-    between two labels. The model must return all logits, not those of ``MarginsOfTokens``.
+    between two labels. The model must return logits, so it must not be a ``MarginsOfTokens``.
 
-    ``n_draws`` is at least 1. ``stream`` is the checkpoint's result of ``stream_of``.
+    ``n_draws`` is at least 1. ``stream`` is the checkpoint's result of ``stream_of``, which gives
+    each checkpoint its own random numbers.
     """
 
     n_draws: int
@@ -30,13 +31,17 @@ class LabelDraws:
     seed: int = 0
 
     def bytes_of_sample(self, loaded: LoadedModel, few: Batch) -> int:
-        """Return the bytes needed to draw a sample's labels, or raise an error."""
+        """Return the number of bytes that are needed to draw a sample's labels.
+
+        Raise an error if the model output does not define how to draw labels.
+        """
         with torch.no_grad(), in_evaluation_mode(loaded.model):
             read = loaded.output.read(few.given_to(loaded.model))
         if loaded.output.loss_noise is None or not isinstance(read, Tensor):
             raise InputError(
-                "label_draws needs a ModelOutput that defines `loss_noise` and reads one tensor. "
-                "This model output does not. Remove label_draws, or choose another model output.",
+                "label_draws needs a ModelOutput that defines `loss_noise` and whose `read` "
+                "returns one tensor. This model output does not. Remove label_draws, or choose "
+                "another model output.",
                 code="model.no_loss_noise",
             )
         rows_in(read, len(few))
@@ -45,11 +50,11 @@ class LabelDraws:
     def drawn(
         self, loaded: LoadedModel, batch: Batch, ids: Sequence[object]
     ) -> Iterator[tuple[ModelOutput, Batch]]:
-        """Yield a model output and a batch for each draw, to compute the gradients for this draw.
+        """Yield a model output and a batch for each draw, to compute gradients for drawn labels.
 
-        Instead of labels, the batch has random vectors z, drawn by ``ModelOutput.loss_noise``. The
-        model output is <logits, z>. Its gradient is B^T z, where B is the Jacobian of a sample's
-        logits.
+        Instead of labels, the batch contains random vectors z, drawn by ``ModelOutput.loss_noise``.
+        The model output is <logits, z>. Its gradient is B^T z, where B is the Jacobian of a
+        sample's logits.
         """
         noise = loaded.output.loss_noise
         output = ModelOutput(value=lambda read, z: (read * z).sum(), read=loaded.output.read)
@@ -68,7 +73,7 @@ class LabelDraws:
                 z = torch.vmap(noise)(read, labels, numbers)
             if z.shape != read.shape:
                 raise InputError(
-                    "loss_noise must return a tensor of the same shape as its first argument, "
+                    "`loss_noise` must return a tensor of the same shape as its first argument, "
                     f"{tuple(read.shape[1:])}. Found shape {tuple(z.shape[1:])}.",
                     code="model.no_loss_noise",
                 )
@@ -77,7 +82,7 @@ class LabelDraws:
     def _uniform(self, sample_id: object, shape: Sequence[int]) -> np.ndarray:
         """Return random numbers in [0, 1) for a sample, shape (*shape, n_draws), float32.
 
-        Padding the first dimension does not change the numbers before the padding.
+        The numbers for a text's tokens are the same if the text is padded.
         """
         text = f"{self.seed} {self.stream} {sample_id}"
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:16])

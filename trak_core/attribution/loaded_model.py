@@ -44,10 +44,11 @@ from trak_core.study.load_checkpoint import load_checkpoint, load_state_dict, st
 from trak_core.study.optimizer_state import adam_scales
 from trak_core.study.study import Study
 
-# The number of samples that are checked before all samples are differentiated, and the number of
-# model outputs that are compared with stored ones.
+# The number of samples that are checked before any gradients are computed, and the number of
+# samples whose model outputs are compared with stored ones.
 _FEW = 8
-# The bytes that each logit needs if all logits are computed together: 11 to 16 in GPT-2 and Llama.
+# The bytes that each logit needs if all logits of a text are computed together. GPT-2 and Llama
+# need 11 to 16.
 _LOGIT_BYTES = 16
 # If all logits of a text would need more than 1/4 of the memory, they are computed in pieces.
 _LOGITS_SHARE = 4
@@ -67,8 +68,8 @@ class LoadedModel:
         parameters: The parameters for which gradients are computed, by name.
         checkpoint_digests: SHA-256 digests of the weight files (key ``sha256``), and of other files
             that affect results.
-        blocks: The model's repeated blocks. If a sample needs much memory, their activations are
-            recomputed in the backward pass.
+        blocks: The model's repeated blocks, such as transformer layers. If a sample needs much
+            memory, their activations are recomputed in the backward pass.
         scales: Factors that multiply the entries of gradients, by parameter name, or None.
         method_of: Chooses the gradient method, given this object and a few samples. The default
             compares the gradients of two samples.
@@ -110,11 +111,11 @@ class LoadedModel:
         If ``output`` is None, the function ``model_output`` is called with ``pairs`` and ``study``
         to find the model output that ``spec`` names.
         """
-        # A study's data may depend on torch's random state. They must not depend on the number of
-        # random draws in make_model(), because jobs that show samples build no model.
+        # make_model() must not change torch's random state, because a study's data may depend on
+        # this state, and jobs that only show samples do not call make_model().
         with torch.random.fork_rng(devices=[]):
             model = make_model()
-        # The model is moved before the weights are read. Otherwise there would be two copies.
+        # The model is moved before the weights are read, so that they are not in memory twice.
         model.to(device)
         if isinstance(weights, Path):
             part = (spec.state_dicts or {}).get(spec.checkpoint or "")
@@ -145,17 +146,21 @@ class LoadedModel:
         return cls(model, parameters, output, device, digests, blocks, scales)
 
     def ordered(self, *splits: Split, window: int | None = None) -> list[OrderedSamples]:
-        """Return the samples of splits in the order of processing (see ``order_samples``)."""
+        """Return the result of ``order_samples`` for this model and its output."""
         return order_samples(splits, self.model, self.output, window)
 
     def batch(self, samples: OrderedSamples, start: int, stop: int) -> Batch:
-        """Return the samples from ``start`` to ``stop`` on the model's device."""
+        """Return samples ``start`` to ``stop - 1`` as a batch on the model's device."""
         return self._on_device(samples.batch(start, stop))
 
     def checked(
         self, samples: OrderedSamples, start: int, stop: int, n_classes: int | None
     ) -> Batch:
-        """Return the result of ``batch``, after checking the labels, without waiting for a GPU."""
+        """Return the result of ``batch`` after checking the labels.
+
+        The labels are checked before they are copied to a GPU, so that the CPU need not wait for
+        it.
+        """
         batch = samples.batch(start, stop)
         check_labels(batch.labels, self.output, n_classes, samples.split.ids[start:stop])
         return self._on_device(batch)
@@ -193,15 +198,15 @@ class LoadedModel:
         with samples.naming_longest():
             n_classes = count_classes(self.model, self.output, few, self.device)
         if isinstance(self.model, MarginsOfTokens):
-            print_line(f"Notice: {self.model.told(few.labels.shape[1])}")
+            print_line(f"Notice: {self.model.notice(few.labels.shape[1])}")
         check_labels(few.labels, self.output, n_classes, [samples.split.ids[i] for i in positions])
         return few, n_classes
 
     def memory(self, few: Batch, memory_mb: int) -> MemoryByLength:
-        """Return the memory that is needed to differentiate a sample, measured with ``few``.
+        """Return the memory that computing a sample's gradients needs, measured with ``few``.
 
-        If it exceeds ``memory_mb``, a notice is printed, and all later backward passes recompute
-        activations to save memory.
+        If one sample needs more than ``memory_mb``, a notice is printed, and all later backward
+        passes recompute activations to save memory.
         """
         try:
             if self.blocks.is_on or not self.blocks.blocks:
@@ -245,7 +250,7 @@ class LoadedModel:
                 values = [over_samples(f, read, batch.labels) for f in functions.values()]
                 current.append([value.double().item() for value in values])
         stored = np.stack([columns[key] for key in functions], axis=1)
-        # Rounding can change outputs by these fractions if the batch size or the precision differs.
+        # Rounding can change values by this fraction if the batch size or the precision differs.
         cuda = 4e-3 if torch.get_float32_matmul_precision() == "high" else 1e-3
         eps = max(torch.finfo(p.dtype).eps for p in self.parameters.values())
         rounding = max(1e-4 if self.device.type == "cpu" else cuda, 4 * eps)
@@ -257,7 +262,7 @@ class LoadedModel:
         check_samples_apart(self.model, self.output, few.rows(slice(0, max(2, at_once))))
 
     def file_spec(self, spec: FeaturesSpec, projection: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all settings that determine a file's content, so that the file can store them."""
+        """Return the settings that determine features or inner products, to store in their file."""
         shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         file_spec = spec.as_dict() | {
             "projection": dict(projection),

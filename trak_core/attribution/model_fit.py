@@ -10,9 +10,10 @@ from trak_core.model_outputs.about_outputs import About
 from trak_core.model_outputs.model_output import IGNORED, ModelOutput
 from trak_core.study.dataset_split import Split
 
-# The most frequent token or other part of labels is determined from this many random samples.
+# The most frequent token, or other part of a label, is found among this many random samples.
 _MOST_READ = 256
-# If a smaller fraction of classes is correct, the fit is doubtful, even if a guess is worse.
+# If a smaller fraction of predicted classes is correct, the fit is doubtful, even if a guess is
+# worse.
 _MIN_CORRECT = 0.5
 _MIN_SAMPLES = 5  # In smaller classes, most samples can be mistaken for another class by chance.
 
@@ -22,11 +23,12 @@ class Fit:
     """How well the models and a constant guess predict the training samples.
 
     Attributes:
-        measure: Sentences in ASCII with the fraction of predictions that are correct, and of labels
-            that are equal to the most frequent label. For regression, the R2 of predictions.
-        is_doubtful: Whether the models are not better than the guess (except for regression, by at
-            least two standard errors), predict most classes wrong, or mistake one class for another
-            in most samples.
+        measure: Sentences in ASCII that state the fraction of predictions that are correct, and the
+            fraction of labels that are equal to the most frequent label. For regression, they state
+            the R2 of the predictions.
+        is_doubtful: Whether the models predict no better than the guess, predict most classes
+            wrong, or mistake one class for another in most samples. Except for regression, models
+            count as better only if the difference is at least two standard errors.
     """
 
     measure: str
@@ -34,11 +36,11 @@ class Fit:
 
 
 def fit_of(columns: pd.DataFrame, about: About, train: Split) -> Fit | None:
-    """Return a measure of how well the models predict the labels of their training samples.
+    """Return the fit of the models to the labels of their training samples.
 
-    Return None if predictions cannot be compared with labels. ``columns`` is a table with ``id``,
-    ``label`` and ``prediction``. ``train`` is read only if a sample has several labels, such as one
-    for each token.
+    The result is None if predictions cannot be compared with labels. ``columns`` is a table with
+    the columns ``id``, ``label`` and ``prediction``. ``train`` is read only if a sample has several
+    labels, such as one for each token.
     """
     labels, predictions = (columns[key].to_numpy() for key in ("label", "prediction"))
     if about.is_own:
@@ -65,7 +67,8 @@ def _fit_of_fractions(value: float, guess: float, error: float, noun: str, least
     """Return the fit of models that predict the fraction ``value`` of labels correctly.
 
     A constant guess is correct for the fraction ``guess``. ``error`` is the standard error of
-    ``value - guess``. A value below ``least`` is doubtful. ``noun`` says what is predicted.
+    ``value - guess``. The fit is doubtful if ``value`` is below ``least``. ``noun`` is the name of
+    the predicted values in the measure, such as labels.
     """
     measure = (
         f"The models predict {100 * value:.3g} % of the {noun} of their training samples "
@@ -79,8 +82,9 @@ def _fit_of_fractions(value: float, guess: float, error: float, noun: str, least
 def _mistaken_classes(columns: pd.DataFrame) -> str:
     """Return a sentence if classes seem to be numbered differently than in training, or "".
 
-    They seem so if most samples of a class a are predicted as b, and most samples of b as another
-    class. (If the models just predicted b too often, most samples of b would be predicted as b.)
+    This is assumed if most samples of a class a are predicted as b, and most samples of b as
+    another class. (If the models just predicted b too often, most samples of b would be predicted
+    as b.)
     """
     sizes = columns["label"].value_counts().to_dict()
     pairs = columns.value_counts(["label", "prediction"]).to_dict()
@@ -109,7 +113,7 @@ def _fit_of_numbers(labels: np.ndarray, predictions: np.ndarray) -> Fit:
 
 
 def _count_label_values(split: Split, output: ModelOutput) -> np.ndarray:
-    """Return how often each value 0, 1, 2, ... occurs in labels, except ``IGNORED`` parts."""
+    """Return how often each value 0, 1, 2, ... occurs in labels, without ``IGNORED`` entries."""
     counts = np.zeros(0, dtype=np.int64)
     for i in range(len(split.ids)):
         labels = as_batch(split.batch(i, i + 1), output).labels[0]

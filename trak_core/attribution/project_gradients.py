@@ -1,4 +1,4 @@
-"""Compute features: project per-sample gradients part by part during the backward pass."""
+"""Compute features: project the gradient of each parameter during the backward pass."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,8 @@ from trak_core.settings import ProjectionSpec, matrix_shape
 # error of 1e-2 for entries of similar size, and more if one entry is far larger than the others.
 _MOST_LOST = {"float16": 1e-3, "int8": 2e-2}
 
-# Parts with at most this many entries in total are copied into one tensor and projected together.
+# Gradients with at most this many entries in total are copied into one tensor to project them
+# together.
 _JOINED = 2**18
 
 
@@ -104,7 +105,7 @@ class Features(Consumer):
     def _sketched(
         self, products: OuterProducts, number: int, shape: tuple[int, int], use: Contribution
     ) -> bool:
-        """Sketch a gradient's outer products if this is cheaper. Return whether it was done."""
+        """Sketch a gradient's outer products if this is cheaper, and return whether it was done."""
         if isinstance(use, Lookup) and use.matrix == shape:
             products.add_lookups(number, use.indices, use.gradients[0])
             return True
@@ -167,10 +168,10 @@ def factors_of(
 
 @dataclass(frozen=True, slots=True)
 class QueuedFeatures:
-    """A batch's features, label numbers and ``PerSample.columns`` on the CPU.
+    """A batch's features on the CPU, and the labels, outputs and other values of its samples.
 
-    A GPU may still be computing and copying them until ``event``, which is None without a GPU.
-    ``explain`` raises an error that names the samples whose gradients are not finite.
+    A GPU may still be computing and copying these tensors until ``event``, which is None without a
+    GPU. ``explain`` raises an error that names the samples whose gradients are not finite.
     """
 
     copies: list[Tensor]
@@ -178,7 +179,7 @@ class QueuedFeatures:
     explain: Callable[[], None]
 
     def wait(self) -> list[Tensor]:
-        """Return the copies when they are complete. Raise an error if features are not finite."""
+        """Wait for the copies and return them. Raise an error if features are not finite."""
         if self.event is not None:
             self.event.synchronize()
         rows, _, outputs, *_ = self.copies
@@ -186,14 +187,15 @@ class QueuedFeatures:
             self.explain()
             raise InputError(
                 "Features must be finite. Found NaN or infinity although all gradients are finite, "
-                "because sums of gradients overflow float32.",
+                "because sums of gradients overflow float32. Look for very large numbers in the "
+                "samples and in the checkpoint.",
                 code="projection.not_finite",
             )
         return self.copies
 
 
 def _copied(tensors: Sequence[Tensor]) -> tuple[list[Tensor], torch.cuda.Event | None]:
-    """Start to copy tensors to the CPU. Return the copies, and an event for when they are done."""
+    """Return copies of tensors on the CPU, and the GPU's event after which they are complete."""
     copies, event = [tensor.to("cpu", non_blocking=True) for tensor in tensors], None
     if tensors[0].is_cuda:
         event = torch.cuda.Event()
@@ -214,10 +216,11 @@ def queued_features(
     *,
     is_scaled: bool = True,
 ) -> QueuedFeatures:
-    """Return a batch's features, shape (batch, proj_dim), float32, and ``PerSample.columns``.
+    """Return a batch's features, shape (batch, proj_dim), float32, without waiting for a GPU.
 
     The features of a gradient x are x R, where R is the projection matrix. If ``is_scaled``, they
-    are multiplied by the projection's scale.
+    are multiplied by the projection's scale. The result also contains, for each sample, the label
+    as a number and the tensors of ``PerSample.columns``.
     """
     sums = Features(parameters, projection, len(batch), threads, scales)
     with naming_sample(model, batch, ids):

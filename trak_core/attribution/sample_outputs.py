@@ -53,13 +53,13 @@ def _object_in(file: str, name: str, study: Study | None) -> object:
 
 
 def _scale(model: nn.Module) -> float:
-    """Return exp(logit_scale), the factor by which a CLIP model multiplies inner products."""
+    """Return exp(logit_scale), the factor by which a CLIP model multiplies similarities."""
     scales = [p for name, p in model.named_parameters() if name.split(".")[-1] == "logit_scale"]
     if len(scales) != 1 or scales[0].numel() != 1:
         raise InputError(
-            "`model_output: clip` needs a model with one parameter `logit_scale`. It must be a "
-            f"single number, the logarithm of the factor of logits. Found {len(scales)} parameters "
-            "of this name.",
+            "`model_output: clip` needs a model with one parameter `logit_scale`. This parameter "
+            "must be a single number, the logarithm of the factor by which the model multiplies "
+            f"similarities. Found {len(scales)} parameters of this name.",
             code="attribution.logit_scale",
         )
     return scales[0].detach().exp().item()
@@ -75,9 +75,10 @@ def model_output(
 ) -> ModelOutput:
     """Return the model output for a name in ``TABLE``, or for ``file.py:object``.
 
-    A model output with ``needs_pairs`` compares a pair with ``n_others`` other pairs. They are
-    drawn uniformly from the training samples ``pairs``, and are the same for every checkpoint.
-    ``model`` computes their embeddings, and must have a parameter ``logit_scale``.
+    A model output with ``needs_pairs`` compares a pair of an image and a text with ``n_others``
+    other pairs. These are drawn uniformly from the training samples ``pairs``, and are the same for
+    every checkpoint. ``model`` computes their embeddings, and must have a parameter
+    ``logit_scale``.
     """
     place = function_location(name)
     if place is not None:
@@ -106,7 +107,7 @@ def outputs_and_predictions(
     batch_size: int,
     study: Study | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the model outputs and the predictions of the samples ``pool``, shape (n,) each."""
+    """Return the model outputs and predictions of the n samples in ``pool``, shape (n,) each."""
     device = next(model.parameters()).device
     output = model_output(output_name, model, train, device, study)
     (samples,) = order_samples([pool], model, output)
@@ -167,9 +168,10 @@ def embed_samples(model: nn.Module, batch: Batch) -> Tensor:
 def write_columns(
     writer: Writer, ids: Sequence[object], columns: Sequence[Tensor], spec: FeaturesSpec
 ) -> None:
-    """Write ids, label numbers and ``PerSample.columns``.
+    """Write the ids of samples, and ``columns``: labels, outputs, predictions and loss weights.
 
-    The loss weights and curvatures of targets are not written.
+    The last column may be the curvature. The loss weights and curvatures of targets are not
+    written.
     """
     labels, outputs, predictions, weights, *curvature = (column.cpu() for column in columns)
     writer.vector("sample_ids", list(ids))

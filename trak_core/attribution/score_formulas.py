@@ -1,4 +1,4 @@
-"""Compute scores from features and solved targets in NumPy, one block of rows at a time."""
+"""Compute scores, and values that are derived from scores, for blocks of training samples."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -57,10 +57,11 @@ def combined(parts: Iterable[tuple[np.ndarray, np.ndarray, float]], combine: Com
 
 
 def checkpoint_weights(loss_weights: np.ndarray, norms: np.ndarray, spec: ScoresSpec) -> np.ndarray:
-    """Return weights v such that scores are a weighted sum over C checkpoints, shape (C, n).
+    """Return the weights v of C checkpoints in the scores of n training samples, shape (C, n).
 
-    With these weights, ``combined`` computes scores[i, j] = sum_c v[c, i] A_c[i, j] from matrices
-    A_c. ``loss_weights`` have shape (C, n). ``norms``, shape (C,), are for ``unit_average`` only.
+    The scores that ``combined`` computes from matrices A_c are sum_c v[c, i] A_c[i, j] for training
+    sample i and target j. ``loss_weights`` have shape (C, n). ``norms``, shape (C,), are used only
+    for ``unit_average``.
     """
     powers, combine = powered(loss_weights, spec.loss_weight_power or 1.0), Combine(spec.combine)
     if combine is Combine.PRODUCT_OF_AVERAGES:
@@ -81,13 +82,13 @@ def unit_of(spec: ScoresSpec) -> str:
 def most_frequent(classes: np.ndarray, labels: np.ndarray, outputs: np.ndarray) -> np.ndarray:
     """Return the class that most checkpoints predict for each row, shape (rows,).
 
-    In a tie, the row's label is returned if its mean log-odds ``outputs`` are above 0. Otherwise,
-    the smallest of the other most frequent classes is returned. Memory does not grow with the
-    number of classes. Predicted ``classes``, which are integers, and ``outputs`` have shape
-    (checkpoints, rows). Labels have shape (rows,).
+    If the label is one of several most frequent classes, it is returned if the mean of ``outputs``,
+    the log-odds of the label, is above 0. In all other ties, the smallest of the most frequent
+    classes other than the label is returned. Predicted ``classes``, which are integers, and
+    ``outputs`` have shape (checkpoints, rows). Labels have shape (rows,).
     """
     ordered = np.sort(classes, axis=0)
-    # In each sorted column, run[i] is the number of rows up to i that are equal to row i.
+    # In each sorted column, run[i] is the number of entries up to i that are equal to entry i.
     run = np.ones(ordered.shape, dtype=np.int32)
     for i in range(1, len(ordered)):
         run[i] += run[i - 1] * (ordered[i] == ordered[i - 1])
@@ -113,7 +114,7 @@ def improving_signs(better: str, labels: np.ndarray, predictions: np.ndarray) ->
 
 
 def help_and_harm(scores: np.ndarray, improves: np.ndarray) -> np.ndarray:
-    """Return how much each training sample helps and how much it harms targets, on average.
+    """Return each training sample's help and harm, averaged over targets.
 
     The two columns are the means over targets of ``max(scores * improves, 0)`` and of
     ``max(-scores * improves, 0)``. Scores have shape (rows, m). ``improves``, shape (m,), are the
@@ -185,7 +186,10 @@ def largest(seen: Extremes | None, start: int, block: np.ndarray, keep: int) -> 
 
 
 def _packed(chosen: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return rows and scores of the chosen entries of each column. Short columns end with -inf."""
+    """Return the chosen entries of each column as a smaller matrix, with the rows they came from.
+
+    Columns with fewer chosen entries than others are filled with -inf.
+    """
     # If few entries are chosen, `flatnonzero` is ten times as fast as `nonzero`.
     rows, columns = np.divmod(np.flatnonzero(chosen), chosen.shape[1])
     order = np.argsort(columns, kind="stable")

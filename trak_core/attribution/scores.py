@@ -26,7 +26,7 @@ from trak_core.model_outputs.about_outputs import about_output
 from trak_core.settings import ScoresSpec
 from trak_core.study.dataset_split import Split
 
-# A notebook shows 5 targets, each with 3 training samples of positive and 3 of negative scores.
+# For each of 5 targets, a notebook shows 3 training samples with scores of each sign.
 _SHOWN, _EACH = 5, 3
 # A function (is_target, sample_id) that returns the HTML of a target or a training sample.
 ShowSample = Callable[[bool, Any], str]
@@ -40,9 +40,11 @@ class Scores:
 
     Attributes:
         targets: A table of the targets, indexed by id, with columns ``label``, ``prediction``,
-            ``output`` (the mean over checkpoints) and ``output_sd``, and the columns of the study.
-        train: A table of the training samples with the same columns and ``loss_weight``. If it is
-            known which sign of a score improves a target, there are also ``help`` and ``harm``.
+            ``output`` and ``output_sd`` (mean and standard deviation over checkpoints), and columns
+            that a run's study adds.
+        train: A table of the training samples with the same columns and ``loss_weight``. It also
+            has the columns ``help`` and ``harm`` if it is known which sign of a score improves a
+            target.
         unit: A text that states the unit of scores.
     """
 
@@ -71,10 +73,10 @@ class Scores:
         memory_mb: int,
         **more: Any,
     ) -> Self:
-        """Return the combined scores of checkpoints, computed in blocks of training samples.
+        """Return the scores from the ``parts`` of all checkpoints, averaged over checkpoints.
 
-        ``parts`` contains the data of each checkpoint. ``keep`` and ``top`` are arguments of
-        ``Attributor.score``. ``more`` sets other attributes.
+        ``keep`` and ``top`` are arguments of
+        ``Attributor.score``. ``more`` sets other attributes of the result.
         """
         n, m = (len(parts[0].vector(f"{side}_ids")) for side in ("train", "target"))
         need = average_need(
@@ -111,9 +113,10 @@ class Scores:
 
     @classmethod
     def of_file(cls, path: Path, texts: Mapping[str, pd.DataFrame]) -> Self:
-        """Return the scores in the file of a run. The matrix is only read when it is needed.
+        """Return the scores in a run's file. The matrix is read only when it is needed.
 
-        ``texts`` contains tables, indexed by id, that are joined to ``targets`` and ``train``.
+        ``texts`` contains tables, indexed by id, whose columns are added to ``targets`` and
+        ``train``.
         """
         with open_artifact(path, SCORES) as file:
             targets, train = (
@@ -127,12 +130,12 @@ class Scores:
         return cls(targets, train, unit, top, max(top["rank"].tolist()), reads, words=words)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the samples, for pickle."""
+        """Return the attributes that pickle stores, without the samples."""
         return {**vars(self), "show": None, "samples": None, "setup": None}
 
     @property
     def matrix(self) -> np.ndarray:
-        """All scores, shape (n_train, n_targets), float32. Not available for ``keep="top_k"``."""
+        """All scores, shape (n_train, n_targets), float32. Needs ``keep="full"``."""
         if self.read_matrix is None:
             raise InputError(
                 "The matrix of scores exists only with `keep: full`. Found `keep: top_k`, which "

@@ -47,7 +47,7 @@ def weighted_gramians(
 
 
 def fill_upper(lower: np.ndarray) -> None:
-    """Copy a matrix's lower triangle to the upper triangle, which must be zero, in place."""
+    """Copy a matrix's lower triangle in place to its upper triangle, which must be zero."""
     diagonal = np.diagonal(lower).copy()
     lower += lower.T  # In place, this needs only one copy of the matrix. It doubles the diagonal.
     lower.flat[:: len(lower) + 1] = diagonal
@@ -77,14 +77,14 @@ class DampedMatrix:
         """Return the factorization of M + ridge I, with a ridge of at least 0.
 
         Unlike ``scipy.linalg.cho_factor(M + ridge * np.eye(k), lower=True)``, this method raises an
-        error if the condition number is ``MAX_CONDITION`` or more. Solutions would be noise.
+        error if the condition number is ``MAX_CONDITION`` or more, because solutions would be
+        noise.
 
         M is symmetric and positive semi-definite, shape (k, k), float64. ``eigenvalues`` are the
         smallest and the largest eigenvalue of M. If they are None, they are computed if needed.
         """
-        # The trace is an upper bound of the largest eigenvalue. If this bound already shows that
-        # the condition number is small, the eigenvalues are not computed, which would take longer
-        # than the factorization.
+        # Computing eigenvalues takes longer than the factorization. They are not needed if the
+        # trace, an upper bound of the largest eigenvalue, shows that the condition number is small.
         ends = eigenvalues or (0.0, float(np.trace(matrix)))
         if eigenvalues is None and ends[1] > _SAFE_CONDITION * ridge:
             ends = scipy.linalg.eigvalsh(matrix)[[0, -1]].tolist()
@@ -137,9 +137,9 @@ class Spectrum:
     def norm_products(self, weighted: np.ndarray, gramian: np.ndarray) -> np.ndarray:
         """Return P = (V^T Y^T Y V) * (V^T Phi^T Phi V), which is an argument of ``train_norm``.
 
-        ``weighted`` is Y^T Y, where Y = diag(|Q|^power) Phi are the features, multiplied by loss
-        weights Q. ``gramian`` is Phi^T Phi. Matrices have shape (k, k), float64. The product * is
-        entrywise.
+        ``weighted`` is Y^T Y, where Y = diag(|Q|^power) Phi, Phi are the features, and Q are the
+        loss weights. ``gramian`` is Phi^T Phi. All matrices have shape (k, k), float64. The product
+        * is entrywise.
         """
         products = self.vectors.T @ (weighted @ self.vectors)
         products *= self.vectors.T @ (gramian @ self.vectors)
@@ -214,7 +214,8 @@ class DampedGramian:
 
     Attributes:
         gramian: K = J J^T, where the rows of J are the training gradients, shape (n, n), float64.
-        root: The diagonal of S = W^(1/2), where W are weights, shape (n,), float64.
+        root: The square roots of the samples' weights, which are the diagonal of S, shape (n,),
+            float64.
         damped: The factorization of S K S + ridge I.
 
     Example:

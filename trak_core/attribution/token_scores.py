@@ -35,20 +35,20 @@ SIDES = ("train", "target")
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """One checkpoint's scores of pairs of a training sample and a target, by token and by layer.
+class SplitScores:
+    """One checkpoint's scores of pairs of a training text and a target, by token and by layer.
 
-    ``tokens`` contains an array for each pair, with the scores of the training sample's tokens.
-    After these arrays, it contains an array for each pair with the scores of the target's tokens.
-    The last entry of an array is the score of terms that belong to no token. ``layers`` contains
-    the scores of each layer, shape (pairs,).
+    ``tokens`` contains two arrays for each pair. The first half of the arrays are the scores of the
+    training texts' tokens, and the second half are those of the targets' tokens. The last entry of
+    each array is the score of terms that belong to no token. ``layers`` contains the scores of each
+    layer by its name, shape (pairs,).
     """
 
     tokens: list[np.ndarray]
     layers: dict[str, np.ndarray]
 
 
-def cut_pairs(
+def split_pairs(
     loaded: LoadedModel,
     spec: ScoresSpec,
     damped: DampedMatrix,
@@ -56,32 +56,33 @@ def cut_pairs(
     features: tuple[np.ndarray, np.ndarray],
     pairs: np.ndarray,
     compute: Compute,
-) -> Cut:
+) -> SplitScores:
     """Return one checkpoint's scores of pairs, split by tokens and by layers.
 
-    The score of a pair is <x, R v>, where R is the projection matrix. To split the score by the
-    tokens of a sample, x is the gradient of this sample, and v = (N + ridge I)^-1 phi, where N is
-    the normal matrix and phi are the features of the other sample of the pair. Each sample is
-    differentiated once.
+    The score of a pair is <x, R v>, where x is the gradient of one sample of the pair, and R is the
+    projection matrix. v = (N + ridge I)^-1 phi is computed from the normal matrix N and the
+    features phi of the other sample. x is a sum of terms that belong to tokens, so the score is the
+    sum of the inner products of these terms with R v. This is done for both samples of a pair. The
+    gradient of each sample is computed once for all its pairs.
 
     ``splits`` are n training samples and m targets. ``features`` have shapes (n, k) and (m, k),
     float64. ``pairs`` are indices of training samples and of targets, shape (pairs, 2).
     """
     (phi, target_phi), m = features, len(features[1])
-    # With `normalize`, the features of a training sample are divided by their length.
+    # With `normalize`, the features of a training sample are divided by their norm.
     lengths = np.linalg.norm(phi, axis=1) if spec.normalize else np.ones(len(phi))
     lengths[lengths == 0] = 1
     solved = damped.solve(np.concatenate([target_phi, phi / lengths[:, None]]).T).T
     given = loaded, projection_for(loaded, spec.of_train()), compute
-    tokens, by_parameter = _cut(*given, splits[0], solved[:m], pairs)
-    of_targets, _ = _cut(*given, splits[1], solved[m:], pairs[:, ::-1])
+    tokens, by_parameter = _split_side(*given, splits[0], solved[:m], pairs)
+    of_targets, _ = _split_side(*given, splits[1], solved[m:], pairs[:, ::-1])
     pair_lengths = lengths[pairs[:, 0]]
     tokens = [values / length for values, length in zip(tokens, pair_lengths, strict=True)]
     layers: dict[str, np.ndarray] = {}
     for name, scores in zip(loaded.parameters, by_parameter.T, strict=True):
         layer = name.rpartition(".")[0] or name
         layers[layer] = layers.get(layer, 0) + scores / pair_lengths
-    return Cut(tokens + of_targets, layers)
+    return SplitScores(tokens + of_targets, layers)
 
 
 def count_tokens(batch: Batch, loaded: LoadedModel) -> int:
@@ -93,7 +94,7 @@ def count_tokens(batch: Batch, loaded: LoadedModel) -> int:
     return 0
 
 
-def _cut(
+def _split_side(
     loaded: LoadedModel,
     projection: ProjectionSpec,
     compute: Compute,
@@ -101,11 +102,11 @@ def _cut(
     solved: np.ndarray,
     side_pairs: np.ndarray,
 ) -> tuple[list[np.ndarray], np.ndarray]:
-    """Return scores of pairs, split by the tokens of the samples in ``split``, and by parameter.
+    """Return the scores of pairs, split by the tokens of one sample of each pair, and by parameter.
 
-    ``solved`` contains (N + ridge I)^-1 phi for the features phi of the other samples, shape
-    (rows, k). A row of ``side_pairs`` is the index of a sample in ``split`` and a row of
-    ``solved``.
+    The samples whose tokens are scored are in ``split``. ``solved`` contains (N + ridge I)^-1 phi
+    for the features phi of the pairs' other samples, shape (rows, k). A row of ``side_pairs``
+    contains the index of a sample in ``split`` and the index of a row of ``solved``.
     """
     memory_mb = compute.memory_mb
     vectors = torch.from_numpy(solved * projection.scale).float().to(loaded.device)
@@ -113,8 +114,8 @@ def _cut(
     loaded = loaded.in_pieces(samples, memory_mb)
     few, _ = loaded.few(samples)
     directions = Directions(loaded.parameters, projection, vectors, loaded.scales)
-    # Besides gradients, there must be memory for the directions of one parameter for one vector,
-    # for their scaled copy, and for the directions of small parameters for all vectors.
+    # Besides gradients, the memory must hold one direction of the largest parameter, a scaled copy
+    # of it, and all directions of small parameters.
     sizes = [p.numel() for p in loaded.parameters.values()]
     direction_bytes = 4 * max(sizes) * (1 + bool(loaded.scales))
     direction_bytes += 4 * min(PIECE, len(vectors) * sum(sizes))
@@ -130,7 +131,7 @@ def _cut(
 
     def compute_batch(first: int, last: int) -> None:
         batch = loaded.batch(samples, first, last)
-        # The position of each sample in the batch, or -1 for samples in other batches.
+        # For each sample, its position in the batch, or -1 if it is not in the batch.
         positions = np.full(len(samples), -1)
         positions[samples.rows[first:last]] = np.arange(last - first)
         positions = positions[sample_of]
@@ -153,15 +154,15 @@ def _cut(
 
 
 def token_tables(
-    top: pd.DataFrame, cuts: Sequence[Cut], weights: np.ndarray
+    top: pd.DataFrame, by_checkpoint: Sequence[SplitScores], weights: np.ndarray
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Return a table of the scores of tokens, and a table of the scores of layers.
 
-    ``top`` contains the ids of the pairs. Scores are the weighted sums of each checkpoint's scores
-    in ``cuts``, with ``weights`` (see ``checkpoint_weights``) of shape (checkpoints, pairs).
+    ``top`` contains the ids of the pairs. The scores of each checkpoint are multiplied by
+    ``weights``, shape (checkpoints, pairs), and added up (see ``checkpoint_weights``).
     """
     totals = [
-        np.sum([w * cut.tokens[i] for w, cut in zip(own, cuts, strict=True)], axis=0)
+        np.sum([w * part.tokens[i] for w, part in zip(own, by_checkpoint, strict=True)], axis=0)
         for i, own in enumerate(np.tile(weights, len(SIDES)).T)
     ]
     lengths = [len(total) for total in totals]
@@ -170,10 +171,10 @@ def token_tables(
     tokens = tokens.loc[tokens.index.repeat(lengths)].reset_index(drop=True)
     tokens["token"] = [token for n in lengths for token in (*range(n - 1), -1)]
     tokens["score"] = np.concatenate(totals)
-    names = list(cuts[0].layers)
+    names = list(by_checkpoint[0].layers)
     by_layer = np.zeros((len(names), len(top)))
-    for own, cut in zip(weights, cuts, strict=True):
-        by_layer += own * np.stack([*cut.layers.values()])
+    for own, part in zip(weights, by_checkpoint, strict=True):
+        by_layer += own * np.stack([*part.layers.values()])
     layers = ids.loc[ids.index.repeat(len(names))].reset_index(drop=True)
     layers["layer"] = np.tile(np.array(names, dtype=object), len(top))
     layers["score"] = by_layer.T.flatten()
@@ -182,16 +183,20 @@ def token_tables(
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Pairs of a sample and a vector.
+    """Pairs of a sample of a batch and a vector, whose inner products are split by tokens.
 
-    ``samples`` are ascending positions in a batch, and ``vectors`` are rows of a matrix of vectors.
+    ``samples`` contains the sample of each pair as its position in the batch, in ascending order.
+    ``vectors`` contains the vector of each pair as its row in the matrix of all vectors.
     """
 
     samples: Tensor
     vectors: Tensor
 
     def groups(self, pairs: Tensor | None = None) -> list[tuple[int, slice]]:
-        """Return each sample and the slice of its pairs, among ``pairs`` or among all pairs."""
+        """Return each sample that occurs, with the slice of its pairs.
+
+        If ``pairs`` contains the numbers of some pairs, only these pairs are considered.
+        """
         samples = self.samples if pairs is None else self.samples[pairs]
         distinct, sizes = samples.unique_consecutive(return_counts=True)
         ends = sizes.cumsum(0)
@@ -199,17 +204,19 @@ class Pairs:
         return [(sample, slice(start, end)) for sample, start, end in columns]
 
 
-# A function (sample, vectors) that returns the inner products of n vectors, shape (n, entries), and
-# the terms of a sample's gradient at each position, shape (n, positions).
+# A function (sample, directions) that returns the inner products of n directions, shape (n,
+# entries), with the terms of the sample's gradient at each position. The result has shape (n,
+# positions).
 _Inner = Callable[[int, Tensor], Tensor]
 
 
 class Directions:
-    """Directions: the entries of R v that belong to each parameter, for vectors v.
+    """The entries of R v that belong to each parameter, for the projection matrix R and vectors v.
 
-    R is the projection matrix. ``vectors`` has shape (m, k), float32. The directions of small
-    parameters, which have at most ``PIECE`` entries in total, are computed once. ``scales`` are
-    factors that multiply the entries of gradients, by parameter name.
+    For each v, these entries are called a direction of the parameter. ``vectors`` has shape (m, k),
+    float32. The directions of the smallest parameters are computed only once and kept if they have
+    at most ``PIECE`` entries in total. ``scales`` are factors that multiply the entries of
+    gradients, by parameter name.
     """
 
     def __init__(
@@ -234,7 +241,7 @@ class Directions:
         self._held: dict[int, Tensor] = {}
 
     def contractions_of(self, parameter: Tensor) -> Contractions | None:
-        """Return ``Contractions`` to use instead of directions, or None if this is impossible."""
+        """Return ``Contractions`` to use instead of directions, or None if they cannot be used."""
         return None if id(parameter) in self._scales else self._contractions
 
     def rows_of(self, parameter: Tensor, rows: Tensor | slice) -> Tensor:
@@ -253,12 +260,14 @@ class Directions:
 
 
 class Shares(Consumer):
-    """A consumer of gradients x that splits <x, R v> into shares of tokens, for pairs of x and v.
+    """A consumer of gradients x that splits inner products <x, R v> into shares of tokens.
 
-    The gradient of a weight matrix is a sum of a_t b_t^T over tokens t, and is never formed. If the
-    matrix D contains the entries of R v for this weight, the share of token t is a_t^T D b_t. For a
-    tensor sketch, D is not computed if it is cheaper to sketch a_t and b_t once for all vectors v.
-    ``n_tokens`` is the number of tokens of a sample, or 0 for samples that are not texts.
+    R is the projection matrix. Each pair in ``pairs`` combines the gradient x of a sample with a
+    vector v. The gradient of a weight matrix is the sum of outer products a_t b_t^T over tokens t,
+    and is never formed. If the matrix D contains the entries of R v that belong to this weight, the
+    share of token t is a_t^T D b_t. For a tensor sketch, D is not computed if it is cheaper to
+    sketch a_t and b_t once for all vectors v. ``n_tokens`` is the number of tokens of a sample, or
+    0 for samples that are not texts.
 
     Attributes:
         by_token: The shares of tokens, shape (pairs, tokens + 1), float64. The last column has the
@@ -325,7 +334,7 @@ class Shares(Consumer):
         number: int,
         matrix: int,
     ) -> bool:
-        """Sketch outer products and add their shares, or return False if this is not cheaper."""
+        """Return whether sketching outer products is cheaper. If it is, add their shares."""
         pairs = self._groups, self._pairs.vectors
         if isinstance(use, Lookup) and use.matrix == shape:
             shares = contractions.inner_with_lookups(matrix, use.indices, use.gradients[0], *pairs)
@@ -345,7 +354,10 @@ class Shares(Consumer):
     def _add_shares(
         self, first: int | None, shares: Tensor, number: int, rows: Tensor | slice = slice(None)
     ) -> None:
-        """Add the shares of tokens from ``first`` on, or of no token if ``first`` is None."""
+        """Add the shares of the tokens from number ``first`` on.
+
+        If ``first`` is None, the shares belong to no token.
+        """
         shares = shares.double()
         sums = shares.sum(1)
         if first is None:
@@ -357,10 +369,10 @@ class Shares(Consumer):
     def _parts(
         self, uses: Sequence[Contribution], shape: tuple[int, int]
     ) -> Iterator[tuple[int | None, _Inner]]:
-        """Yield parts of a parameter's gradient, each of which is a sum of terms at positions.
+        """Yield parts of a parameter's gradient, each of which is a sum over positions in a sample.
 
-        For each part, yield the token at the first position, or None if positions are not tokens,
-        and a function that computes the inner products of vectors and terms.
+        For each part, yield the number of the token at the first position, or None if positions are
+        not tokens, and a function that computes the inner products of directions and terms.
         """
         for use in uses:
             if isinstance(use, MarginFactors | BiasFactors) and use.matrix == shape:
@@ -383,7 +395,7 @@ class Shares(Consumer):
                     yield None, _of_terms(rows.float().unsqueeze(1), entry)
 
     def _first(self, use: Contribution, n_positions: int) -> int | None:
-        """Return 0, the token at the first position, or None if positions are not tokens."""
+        """Return 0, the number of the first token, or None if positions are not tokens."""
         if isinstance(use, MarginFactors):  # A causal model has fewer margins than tokens.
             return 0 if n_positions <= self._n_tokens else None
         return 0 if 0 < n_positions == self._n_tokens and not use.has_ranks else None

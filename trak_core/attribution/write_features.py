@@ -29,13 +29,13 @@ from trak_core.runtime.progress import log, with_progress
 from trak_core.settings import TRAIN, FeaturesSpec, ProjectionSpec, projection_of
 from trak_core.study.dataset_split import Split
 
-# Texts are sorted by length within windows of at least _LEAST_WINDOW texts. The features of larger
-# windows take at most _WINDOW_BYTES.
+# Texts are sorted by length within windows of consecutive texts. A window contains at least
+# _LEAST_WINDOW texts. The features of a larger window fit into _WINDOW_BYTES.
 _WINDOW_BYTES, _LEAST_WINDOW = 2**24, 256
 
 
 def projection_for(loaded: LoadedModel, spec: FeaturesSpec) -> ProjectionSpec:
-    """Return the settings of the projection of a checkpoint's gradients."""
+    """Return the settings of the projection that is applied to a checkpoint's gradients."""
     return projection_of(spec, [p.shape for p in loaded.parameters.values()])
 
 
@@ -73,7 +73,7 @@ class SampledNormal:
         dsyrk(1 / self.n_draws, rows.T, beta=1.0, c=self.total, lower=1, overwrite_c=1)
 
     def matrix(self) -> np.ndarray:
-        """Return N, float64, exactly symmetric. Call this last, because it fills ``total``."""
+        """Return N, float64, exactly symmetric. Call this last, because it changes ``total``."""
         fill_upper(self.total)
         return self.total
 
@@ -95,12 +95,12 @@ def feature_blocks(
 
     Yields:
         Start and stop of the block; features, shape (rows, k), rounded to their stored dtype; and a
-        list of label numbers and ``PerSample.columns``, shape (rows,) each.
+        list of the labels as numbers and of ``PerSample.columns``, shape (rows,) each.
 
     Source: Park et al., "TRAK", ICML 2023, section 3.2.
     """
     projection, memory_mb = projection_for(loaded, spec), compute.memory_mb
-    # The features of a window are in memory until they are yielded in the study's order.
+    # The features of a window are in memory until they can be yielded in the original order.
     window = max(_LEAST_WINDOW, _WINDOW_BYTES // (4 * projection.proj_dim))
     (samples,) = loaded.ordered(data, window=window)
     if sampled is None:
@@ -191,7 +191,8 @@ def write_features(
         spec,
         replace(compute, memory_mb=max(0, left_mb)),
         sampled=sampled,
-        # Equal features of all training samples are an error. The few samples of a shard may agree.
+        # Equal features of all training samples are an error. A shard may contain only few samples,
+        # whose features can be equal.
         must_differ=spec.split == TRAIN and n_shards == 1,
     )
     kind = FEATURES if n_shards == 1 else FEATURE_SHARD
@@ -205,7 +206,7 @@ def write_features(
             # A list of small tensors would fragment memory, so columns are copied into large ones.
             kept = kept or [column.new_empty(len(own.ids)) for column in columns]
             for i, part in enumerate(columns):
-                # Labels of a batch can be integers although others, such as 2.5, are not.
+                # The labels of one batch can be integers although other batches contain fractions.
                 kept[i] = kept[i].to(torch.promote_types(kept[i].dtype, part.dtype))
                 kept[i][first:last] = part
         write_columns(writer, own.ids, kept, spec)

@@ -1,4 +1,4 @@
-"""Compute per-sample gradients with TRAK's two classes: in one backward pass, or in a loop."""
+"""Compute per-sample gradients with the two classes of ``trak``: by one backward pass or a loop."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -41,7 +41,7 @@ class _ModelWithTask(nn.Module):
     def __init__(self, model: nn.Module, task: AbstractModelOutput, functional: bool) -> None:
         super().__init__()
         self.model = model
-        # A task may be a module. In a tuple, it is not registered as a submodule with parameters.
+        # A task may be a module. torch does not register it as a submodule if it is in a tuple.
         self._task, self._functional = (task,), functional
 
     def forward(self, *batch: Tensor) -> Tensor:
@@ -84,9 +84,9 @@ class AbstractGradientComputer(ABC):
 
     @abstractmethod
     def compute_per_sample_grad(self, batch: Sequence[Tensor]) -> Tensor | dict[str, Tensor]:
-        """Return the gradient of the model output of each sample in a batch of B.
+        """Return the gradients of the model outputs of the B samples in a batch.
 
-        Gradients are a dict with a tensor (B, *shape) per parameter, or one tensor (B, grad_dim).
+        They are a dict with a tensor (B, *shape) for each parameter, or one tensor (B, grad_dim).
         """
 
     @abstractmethod
@@ -95,11 +95,11 @@ class AbstractGradientComputer(ABC):
 
 
 class FunctionalGradientComputer(AbstractGradientComputer):
-    """Compute the gradients of all B samples in one backward pass, by parameter: (B, *shape).
+    """Compute the gradients of all B samples of a batch in one backward pass.
 
-    ``torch.vmap`` is called only for the ``get_output`` of a user-defined task. If the model or the
-    task does not support one backward pass, samples are differentiated one by one, and a notice is
-    printed.
+    The gradients are a dict with a tensor (B, *shape) for each parameter. ``torch.vmap`` is called
+    only for the ``get_output`` of a user-defined task. If the model or the task does not support
+    one backward pass, gradients are computed for one sample at a time, and a notice is printed.
     """
 
     _functional: ClassVar[bool] = True
@@ -122,7 +122,7 @@ class FunctionalGradientComputer(AbstractGradientComputer):
     def load_model_params(self, model: nn.Module) -> None:
         self.model, self.parameters = model, chosen_parameters(model, self.grad_wrt)
         self.model_params = list(self.parameters.values())
-        # The weights and buffers that tasks pass to the model, or None to call the model unchanged.
+        # The weights and buffers with which tasks call the model. None for the model's own.
         self.func_weights = dict(model.named_parameters()) if self._functional else None
         self.func_buffers = dict(model.named_buffers()) if self._functional else None
 
@@ -156,7 +156,7 @@ class FunctionalGradientComputer(AbstractGradientComputer):
     ) -> tuple[Tensor, Tensor | None]:
         """Return a batch's projected gradients, shape (B, k), and loss weights, shape (B, 1).
 
-        None is returned instead of loss weights that require another forward pass.
+        If the loss weights would need another forward pass, return None instead of them.
         """
         method, arguments = self._method_and_arguments(batch)
         threads = torch.get_num_threads()
@@ -171,11 +171,10 @@ class FunctionalGradientComputer(AbstractGradientComputer):
 
 
 class IterativeGradientComputer(FunctionalGradientComputer):
-    """Compute gradients by autograd in a loop over the B samples, shape (B, grad_dim).
+    """Compute the gradients of the B samples of a batch in a loop, as one tensor (B, grad_dim).
 
-    The task's ``get_output`` is called with a batch of one sample. If ``task.per_sample`` is true,
-    it is called with a sample that has no batch dimension. The arguments ``weights`` and
-    ``buffers`` are None.
+    The task's ``get_output`` is called with one sample, which has a batch dimension only if
+    ``task.per_sample`` is false. The arguments ``weights`` and ``buffers`` are None.
     """
 
     _functional = False

@@ -1,4 +1,4 @@
-"""Compute TRAK's model outputs f and loss weights Q, with one class for each task."""
+"""Compute the model outputs f and the loss weights Q of ``trak``, with one class for each task."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,7 +27,7 @@ def is_unmodified(instance: object) -> bool:
 def _call(
     model: nn.Module, weights: Weights, buffers: Weights, /, *args: Tensor, **kwargs: Tensor
 ) -> Any:
-    """Call a model with the given weights and buffers, or as it is if ``weights`` is None."""
+    """Call a model with the given weights and buffers, or with its own if ``weights`` is None."""
     if weights is None:
         return model(*args, **kwargs)
     return functional_call(model, {**weights, **(buffers or {})}, args, kwargs)
@@ -36,7 +36,7 @@ def _call(
 class AbstractModelOutput(ABC):
     """The base class of model outputs f with their loss weights Q."""
 
-    # If this is true and weights is None, get_output takes a sample without batch dimension.
+    # If this is true, get_output takes a sample without batch dimension even if weights is None.
     per_sample: ClassVar[bool] = False
 
     @abstractmethod
@@ -88,7 +88,7 @@ class ImageClassificationModelOutput(AbstractModelOutput):
     def get_out_to_loss_grad(
         self, model: nn.Module, weights: Weights, buffers: Weights, batch: Iterable[Tensor]
     ) -> Tensor:
-        """Return 1 - p(label), shape (B, 1). It is accurate even if p(label) is close to 1."""
+        """Return 1 - p(label), shape (B, 1), which is accurate even if p(label) is close to 1."""
         *inputs, labels = batch
         logits = self._logits(model, weights, buffers, inputs)
         return probability_weight(margin(logits / self.loss_temperature, labels)).unsqueeze(-1)
@@ -109,7 +109,10 @@ class IterativeImageClassificationModelOutput(ImageClassificationModelOutput):
 
 
 class TextClassificationModelOutput(ImageClassificationModelOutput):
-    """The log-odds of the label, for a model of input_ids, token_type_ids and attention_mask."""
+    """The log-odds of the label, for a model of texts.
+
+    The model takes ``input_ids``, ``token_type_ids`` and ``attention_mask``.
+    """
 
     names = ("input_ids", "token_type_ids", "attention_mask")
 
@@ -123,12 +126,12 @@ def classification_batch(task: AbstractModelOutput, batch: Sequence[Tensor]) -> 
 
 
 class CLIPModelOutput(AbstractModelOutput):
-    """The contrastive margin of an image and its text against a simulated batch.
+    """How well an image and its text match, compared with the other pairs of a simulated batch.
 
-    The model output is the sum of ``trak_core.model_outputs.clip.pair_margins``. The pairs in the
-    simulated batch are drawn with a fixed seed. The model takes ``image`` and ``text`` and returns
-    image embeddings, text embeddings and the logit scale, as open_clip's models do. If
-    ``temperature`` is given, it is used instead of the logit scale.
+    The model output is the log-odds of the text among the batch's texts, plus the log-odds of the
+    image among its images. The other pairs of the batch are drawn with a fixed seed. The model
+    takes ``image`` and ``text`` and returns image embeddings, text embeddings and the logit scale,
+    as open_clip's models do. If ``temperature`` is given, it is used instead of the logit scale.
 
     Source: Park et al., "TRAK", ICML 2023, section 5.1.
     """
@@ -174,7 +177,7 @@ class CLIPModelOutput(AbstractModelOutput):
 
     @staticmethod
     def _draw() -> None:
-        """Draw the simulated batch once, because vmap could draw another one for each sample."""
+        """Draw the simulated batch, before ``torch.vmap`` could draw one for each sample."""
         n, size = CLIPModelOutput.num_computed_embeddings, CLIPModelOutput.sim_batch_size
         CLIPModelOutput._picked = drawn_pairs(n, size, seed=0)
 

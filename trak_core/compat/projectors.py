@@ -1,7 +1,8 @@
-"""Project gradients with TRAK's projector classes, which all multiply by the same random matrix.
+"""Project gradients with the projector classes of ``trak``, which all use the same random matrix.
 
-An entry of the matrix depends only on the seed, the model id, the row and the column. The matrix is
-not scaled. Features are float32 for gradients of any dtype, because float16 could overflow.
+An entry of the matrix depends only on the distribution, the seed, the model id, the row and the
+column. The matrix is not scaled. Features are float32 for gradients of any dtype, because float16
+could overflow.
 """
 
 from abc import ABC, abstractmethod
@@ -32,7 +33,10 @@ class ProjectionType(StrEnum):
 def vectorize(
     g: Mapping[str, Tensor], arr: Tensor | None = None, device: Device = "cuda"
 ) -> Tensor:
-    """Return gradients (B, *shape) by parameter as one tensor (B, p), in ``arr`` if it is given."""
+    """Return gradients, a dict with a tensor (B, *shape) for each parameter, as one tensor (B, p).
+
+    If ``arr`` is given, the result is written into this tensor.
+    """
     device = device if arr is None else arr.device
     flat = torch.cat([x.detach().reshape(len(x), -1).to(device) for x in g.values()], dim=1)
     return flat if arr is None else arr.copy_(flat)
@@ -49,9 +53,9 @@ class AbstractProjector(ABC):
 
     @abstractmethod
     def project(self, grads: Gradients, model_id: int) -> Tensor:
-        """Return features (B, proj_dim), projected with the matrix of ``model_id``.
+        """Return the product of gradients and the matrix of ``model_id``, shape (B, proj_dim).
 
-        ``grads`` is a tensor (B, grad_dim), or a dict with a tensor (B, *shape) per parameter.
+        ``grads`` is a tensor (B, grad_dim), or a dict with a tensor (B, *shape) for each parameter.
         """
 
     def free_memory(self) -> None:  # ruff: ignore[empty-method-without-abstract-decorator]
@@ -85,7 +89,7 @@ class NoOpProjector(AbstractProjector):
 
 
 class BasicProjector(AbstractProjector):
-    """A projector for any device that never stores the whole matrix in memory.
+    """A projector for any device, which never stores the whole matrix in memory.
 
     ``dtype`` and ``max_batch_size`` are ignored.
     """
@@ -110,7 +114,7 @@ class BasicProjector(AbstractProjector):
         self.get_generator_states()
 
     def spec(self, model_id: int, n_params: int) -> ProjectionSpec:
-        """Return the definition of the projection for a model id, with ``n_params`` = grad_dim."""
+        """Return the definition of a model id's projection of ``n_params`` = grad_dim entries."""
         if n_params != self.grad_dim:
             message = f"Gradients must have {self.grad_dim} entries (grad_dim). Found {n_params}."
             raise InputError(message, code="compat.grad_dim")
@@ -133,12 +137,12 @@ class BasicProjector(AbstractProjector):
         vars(self).pop("proj_matrix", None)
 
     def get_generator_states(self) -> None:
-        """Set ``generator_states`` to the first column of each block of the matrix."""
+        """Set ``generator_states`` to the numbers of the first columns of the matrix's blocks."""
         self.generator_states = list(range(0, self.proj_dim, self.block_size))
         self.num_blocks = len(self.generator_states)
 
     def generate_sketch_matrix(self, generator_state: int = 0) -> None:
-        """Set ``proj_matrix`` to the columns from ``generator_state`` to the end of the block."""
+        """Set ``proj_matrix`` to the block of columns that begins at column ``generator_state``."""
         columns = slice(generator_state, generator_state + self.block_size)
         matrix = projection_matrix(self.spec(self.model_id, self.grad_dim))[:, columns]
         self.proj_matrix = torch.from_numpy(matrix).to(self.device, torch.float32)
@@ -184,7 +188,10 @@ class CudaProjector(BasicProjector):
 
 
 class ChunkedCudaProjector(BasicProjector):
-    """A projector with one projector for each chunk of parameters, all with equal settings."""
+    """A projector that is created from a list of projectors for chunks of the parameters.
+
+    All of them must have the same settings.
+    """
 
     def __init__(
         self,

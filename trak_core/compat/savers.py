@@ -1,4 +1,4 @@
-"""Store TRAK's arrays in a folder of memory maps and JSON files that processes can share.
+"""Store the arrays of a TRAKer in memory maps and JSON files, which several processes can share.
 
     metadata.json            JL dimension, JL matrix type, train set size; matrix, parameters, dtype
     experiments.json         name -> num_targets, scores_path, scores_finalized
@@ -30,11 +30,11 @@ from trak_core.runtime.files import atomic_write, supports_locks
 
 
 class ModelIDException(InputError):
-    """An error that is raised if a call is not allowed in the present state of a model id."""
+    """Raised if a method cannot be called for a model id in its current state."""
 
 
 class AssertedError(InputError, AssertionError):
-    """An InputError that is also an AssertionError, which scripts for ``trak`` may catch."""
+    """An InputError that is also an AssertionError, which code written for ``trak`` may catch."""
 
 
 def _write_json(path: Path, content: Any) -> None:
@@ -53,7 +53,7 @@ def _write_map(path: Path, shape: tuple[int, ...], dtype: Any, values: Any) -> N
 def _open_map(
     path: Path, shape: tuple[int, ...], dtype: Any, mode: str, fill: float = 0
 ) -> np.memmap | None:
-    """Open a ``.npy`` file. If it is missing, create it in mode ``w+``, or else return None."""
+    """Return an open ``.npy`` file, or None. Create a missing file only in mode ``w+``."""
     if not path.exists():
         if mode != "w+":
             return None
@@ -62,10 +62,10 @@ def _open_map(
 
 
 class AbstractSaver(ABC):
-    """The base class of stores, which contain the arrays of a TRAKer and their state.
+    """The base class of stores, which contain a TRAKer's arrays and the state of their computation.
 
-    ``model_ids`` and ``experiments`` are the contents of the JSON files. ``current_store`` contains
-    the open arrays of the model id ``current_model_id``.
+    ``model_ids`` and ``experiments`` contain the state, which is also in the JSON files.
+    ``current_store`` contains the open arrays of the model id ``current_model_id``.
     """
 
     @abstractmethod
@@ -77,7 +77,7 @@ class AbstractSaver(ABC):
         logging_level: int,
         use_half_precision: bool,
     ) -> None:
-        """Create the folder, or open it. Raise an error if it has other ``metadata``."""
+        """Create the folder ``save_dir``, or open an existing one with the same ``metadata``."""
         self.save_dir = Path(save_dir).resolve()
         self.metadata, self.load_from_save_dir = dict(metadata), load_from_save_dir
         self.use_half_precision = use_half_precision
@@ -108,7 +108,7 @@ class AbstractSaver(ABC):
         self.refresh()
 
     def refresh(self) -> None:
-        """Read the JSON files that other processes have written, if ``load_from_save_dir``."""
+        """If ``load_from_save_dir``, read what other processes have written to the JSON files."""
         if self.load_from_save_dir:
             for path in self.save_dir.glob("id_*.json"):
                 self._read_id(path)
@@ -146,11 +146,18 @@ class AbstractSaver(ABC):
     def register_model_id(
         self, model_id: int, _allow_featurizing_already_registered: bool = False
     ) -> None:
-        """Create the arrays of a new model id. With the flag, a registered model id is opened."""
+        """Create the arrays of a new model id.
+
+        For a model id that is already registered, open the arrays if the flag is set, or else raise
+        an error.
+        """
 
     @abstractmethod
     def serialize_current_model_id_metadata(self, already_exists: bool = True) -> None:
-        """Write the JSON file of the current model id if it is new or all samples have features."""
+        """Write the JSON file of the current model id if all samples have features.
+
+        ``already_exists=False`` stands for a new model id, whose file is always written.
+        """
 
     @abstractmethod
     def init_store(self, model_id: int) -> None:
@@ -244,11 +251,12 @@ class MmapSaver(AbstractSaver):
             self.load_current_store(model_id, exp_name, num_targets, mode="w+")
             if state["scores_finalized"]:  # Other targets must not be mixed with finished ones.
                 self.current_store[f"{exp_name}_grads"][:] = np.nan
-        # These arrays are opened read-only, because several processes may score at the same time.
+        # These arrays are opened as read-only, because several processes may score at the same
+        # time.
         self.load_current_store(model_id, mode="r")
 
     def _update_experiment(self, exp_name: str, new: Any, **changes: Any) -> dict[str, Any]:
-        """Return an experiment's state, or ``new`` if there is none, after writing ``changes``."""
+        """Return an experiment's state, by default ``new``, after storing ``changes`` to it."""
         experiments = json.loads(self.experiments_file.read_text())
         experiments[exp_name] = experiments.get(exp_name, new) | changes
         _write_json(self.experiments_file, experiments)

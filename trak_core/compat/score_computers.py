@@ -4,8 +4,8 @@
     scores = mean_c(G_c K_c T_c^T) * mean_c(Q_c)
 
 Each checkpoint c has projected training gradients G_c (n, k), projected target gradients T_c (m, k)
-and loss weights Q_c (n, 1). inv is the inverse, or the pseudo-inverse of a singular matrix. Both
-the inverse and G_c^T G_c are computed in float64.
+and loss weights Q_c (n, 1). inv is the inverse or, for a singular matrix, the pseudo-inverse.
+G_c^T G_c and its inverse are computed in float64.
 
 Source: the package ``trak``, version 0.3.2; Park et al., "TRAK", ICML 2023, equations 16 and 17.
 """
@@ -31,7 +31,7 @@ def get_output_memory(features: Tensor, target_grads: Tensor, target_dtype: torc
 
 
 def get_free_memory(device: torch.device) -> int:
-    """Return the number of bytes that torch has reserved on a CUDA device, but does not use."""
+    """Return the number of bytes that torch has reserved on a CUDA device but does not use."""
     return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
@@ -46,7 +46,10 @@ def get_matrix_mult_standard(
 def get_matrix_mult_blockwise(
     features: Tensor, target_grads: Tensor, target_dtype: torch.dtype, bs: int
 ) -> Tensor:
-    """Return ``features @ target_grads.T`` on the CPU, computed on a GPU if there is one."""
+    """Return ``features @ target_grads.T`` on the CPU, after computing it on a GPU if possible.
+
+    ``features`` are moved to the GPU in blocks of ``bs`` rows.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     columns, rows = target_grads.to(device), features.split(bs)
     return torch.cat([
@@ -76,8 +79,9 @@ class AbstractScoreComputer(ABC):
     """The base class of objects that compute scores from projected gradients.
 
     With projected gradients G of training samples and T of targets, the features are G K, and the
-    scores are (G K) T^T. TRAKer sets ``max_rank`` to the smaller of the numbers of training samples
-    and parameters, which is the largest possible rank of G before its entries are rounded.
+    scores are (G K) T^T (see ``get_x_xtx_inv`` for K). TRAKer sets ``max_rank`` to the number of
+    training samples or of parameters, whichever is smaller. The exact rank of G cannot be larger,
+    but rounding its entries can increase it.
     """
 
     max_rank: int | None = None
@@ -126,7 +130,7 @@ class BasicScoreComputer(AbstractScoreComputer):
         usual = 2 * mean_squared_norm(matrix, len(grads))
         matrix.flat[:: k + 1] += self.lambda_reg
         max_rank = k if self.lambda_reg > 0 or self.max_rank is None else self.max_rank
-        # If the rank is below k, this is the pseudo-inverse.
+        # If the rank is below k, the result is the pseudo-inverse.
         inverse, rank = inverse_or_pseudo_inverse(matrix, max_rank)
         if rank < k:
             warnings.warn(
@@ -138,7 +142,7 @@ class BasicScoreComputer(AbstractScoreComputer):
                 stacklevel=3,
             )
         inverse /= np.abs(inverse).mean() or 1
-        # The pseudo-inverse of a nearly singular matrix has to be used in float64.
+        # Products with the pseudo-inverse of a nearly singular matrix need float64.
         weights = torch.from_numpy(inverse).to(torch.float32 if rank == k else torch.float64)
         weights = weights.to(self.device)
         blocks = grads.split(self.CUDA_MAX_DIM_SIZE)

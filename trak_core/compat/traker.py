@@ -35,12 +35,15 @@ from trak_core.settings import Combine, ProjectionSpec
 from trak_core.study.load_checkpoint import load_state_dict, state_dict_sha256
 
 Positions = Iterable[int] | np.ndarray | Tensor | None
-# The most samples in a backward pass on a CPU. More samples are slower for most networks.
+# The largest number of samples in a backward pass on a CPU. With more, most networks are slower.
 _SAMPLES_AT_ONCE = 128
 
 
 def _positions(inds: Positions, num_samples: int | None, start: int, n: int, end: int) -> list[int]:
-    """Return the positions of a batch's ``n`` samples: ``inds``, or numbers from ``start`` on."""
+    """Return the positions, in the training set or the targets, of a batch's ``n`` samples.
+
+    They are ``inds`` or, if ``num_samples`` is given, consecutive numbers from ``start`` on.
+    """
     if (inds is None) == (num_samples is None):
         count = "both" if num_samples else "neither"
         message = f"Give exactly one of `num_samples` and `inds`. Found {count}."
@@ -57,7 +60,7 @@ def _positions(inds: Positions, num_samples: int | None, start: int, n: int, end
 
 
 def _cast(values: Tensor, dtype: torch.dtype, ids: Sequence[int], name: str) -> np.ndarray:
-    """Return values, one row per sample, in the dtype of the store. They must remain finite."""
+    """Return values, a row for each sample, in ``dtype``. Raise an error if any is not finite."""
     narrow = values.detach().cpu().to(dtype)
     lost = ~narrow.isfinite().all(dim=1)
     if lost.any():
@@ -87,8 +90,8 @@ class TRAKer:
     1. For each checkpoint, call ``load_checkpoint`` and ``featurize``. 2. Call
     ``finalize_features``. 3. For each checkpoint, call ``start_scoring_checkpoint`` and ``score``.
     4. Call ``finalize_scores``. Results are stored in ``save_dir``, and ``saver.current_store``
-    contains the open arrays. If a process is stopped and started again, it keeps stored results.
-    Several processes may work on different model ids at the same time.
+    contains the open arrays. If a process is stopped and started again, results that are stored are
+    not computed again. Several processes may work on different model ids at the same time.
 
     Source: Park et al., "TRAK: Attributing Model Behavior at Scale", ICML 2023, with the
     conventions of the package ``trak``, version 0.3.2.
@@ -120,10 +123,10 @@ class TRAKer:
         be on ``device``. ``gradient_computer``, ``saver`` and ``score_computer`` are classes.
         ``projector`` is an instance, whose ``proj_dim`` is used. None selects a rademacher
         projection to ``proj_dim`` dimensions, a number that should be well below ``train_set_size``
-        and the number of parameters. ``grad_wrt`` contains the names of the parameters to
-        differentiate. None selects all. With ``load_from_save_dir``, model ids and experiments of
-        other processes are read. With ``use_half_precision``, arrays are stored as float16.
-        ``proj_max_batch_size`` is ignored.
+        and the number of parameters. ``grad_wrt`` contains the names of the parameters for which
+        gradients are computed. None selects all. With ``load_from_save_dir``, model ids and
+        experiments that other processes have stored are used, too. With ``use_half_precision``,
+        arrays are stored as float16. ``proj_max_batch_size`` is ignored.
         """
         if not 0 <= lambda_reg < math.inf:
             message = f"`lambda_reg` must be a finite number >= 0. Found {lambda_reg!r}."
@@ -157,8 +160,8 @@ class TRAKer:
                 "JL dimension": self.proj_dim,
                 "JL matrix type": str(getattr(self.projector, "proj_type", "custom")),
                 "train set size": train_set_size,
-                # Folders that trak wrote lack this key. They are refused, because the matrices of
-                # trak cannot be computed here.
+                # A folder that trak wrote does not have this key. It is refused, because trak's
+                # projection matrices cannot be computed here.
                 "matrix": {key: value for key, value in matrix.items() if key != "stream"},
                 "parameters": list(parameters),
                 "dtype": str(self.dtype),
@@ -177,7 +180,7 @@ class TRAKer:
     def init_projector(
         self, projector: AbstractProjector | None, proj_dim: int | None, proj_max_batch_size: int
     ) -> None:
-        """Set ``self.projector`` and ``self.proj_dim``. None selects a rademacher projection."""
+        """Set ``self.projector``, by default a rademacher projection, and ``self.proj_dim``."""
         self.projector: Any = projector
         if projector is None:
             device = torch.empty(0, device=self.device).device  # Fails if the device is missing.
@@ -188,7 +191,7 @@ class TRAKer:
         self.proj_dim: int = self.projector.proj_dim or self.num_params_for_grad
 
     def _projection(self, model_id: int) -> ProjectionSpec | None:
-        """Return a model id's projection, or None if the projector is user-defined."""
+        """Return the definition of a model id's projection. None for a user-defined projector."""
         is_known, n_params = is_unmodified(self.projector), self.num_params_for_grad
         return self.projector.spec(model_id, n_params) if is_known else None
 
@@ -229,7 +232,8 @@ class TRAKer:
         if saver.current_store["is_featurized"].any():
             self._check_weights(model_id, digest)
         saver.model_ids[model_id]["checkpoint"] = digest
-        # If a process was killed after it stored the last samples, the state is not up to date.
+        # A process may have been killed after storing the last samples, but before storing the
+        # state.
         saver.serialize_current_model_id_metadata(already_exists=False)
         self._last_ind, self.ckpt_loaded = 0, model_id
 
@@ -240,7 +244,7 @@ class TRAKer:
 
         The gradients, shape (B, k), are divided by the square root of the number of parameters.
         """
-        # User code may have put the model into training mode since load_checkpoint.
+        # The user's code may have put the model into training mode since load_checkpoint.
         self.model.eval()
         samples = classification_batch(self.task, batch)
         if samples is not None:
@@ -297,13 +301,13 @@ class TRAKer:
             weights = weights.reshape(len(written), 1)
             store["out_to_loss"][written] = _cast(weights, self.dtype, written, "loss weights")
             store["grads"][written] = gradients
-            # This is written last. If the process is killed before, the samples are computed again.
+            # This is written last, so that the samples are computed again if the process is killed.
             store["is_featurized"][written] = 1
             self.saver.serialize_current_model_id_metadata()
         self._last_ind += len(ids) if inds is None else 0
 
     def _registered(self, model_ids: Iterable[int] | None) -> list[int]:
-        """Return ``model_ids``, which must be in the store. None returns all model ids in it."""
+        """Return ``model_ids``, or all model ids in the store for None. Refuse unknown ids."""
         self.saver.refresh()
         chosen = sorted(self.saver.model_ids) if model_ids is None else [int(m) for m in model_ids]
         unknown = [m for m in chosen if not self.saver.is_registered(m)]
@@ -322,13 +326,14 @@ class TRAKer:
         """Compute the features of model ids from their stored gradients, with ``lambda_reg``.
 
         If ``model_ids`` is None, all model ids in ``save_dir`` are used. With ``del_grads``, the
-        gradients are deleted afterwards. Then no other ``lambda_reg`` can be used.
+        gradients are deleted afterwards, so the features can no longer be computed with another
+        ``lambda_reg``.
         """
         self.projector.free_memory()
         self._last_ind, saver = 0, self.saver
         for model_id in self._registered(model_ids):
             saver.load_current_store(model_id)
-            # If a process was killed after it stored the last samples, the state is not up to date.
+            # As in ``load_checkpoint``, the stored state may not be up to date.
             saver.serialize_current_model_id_metadata()
             state, store = saver.model_ids[model_id], saver.current_store
             missing = np.flatnonzero(np.asarray(store["is_featurized"]) == 0).tolist()
@@ -366,9 +371,9 @@ class TRAKer:
     ) -> None:
         """Load a featurized checkpoint, and create or open an experiment for it.
 
-        ``exp_name`` is the name of a set of ``num_targets`` targets, and is part of file names. The
-        weights must be those that were featurized as ``model_id``. The number of targets of an
-        experiment must not change.
+        An experiment is a set of ``num_targets`` targets, a number that must not change. Its name
+        ``exp_name`` is part of file names. The weights must be those that were featurized as
+        ``model_id``.
         """
         (model_id,) = self._registered([model_id])
         digest = self._load_weights(checkpoint, model_id)
@@ -417,7 +422,7 @@ class TRAKer:
         return f"its targets {listed(unscored)} are not scored: call `score`" if unscored else None
 
     def _parts(self, exp_name: str, used: list[int]) -> Iterator[tuple[Any, np.ndarray, float]]:
-        """Yield scores (n, m), loss weights (n,) and the factor 1 for each model id in ``used``."""
+        """Yield the scores (n, m), the loss weights (n,) and the norm 1.0 of each model id."""
         for model_id in used:
             store = self._open(model_id, exp_name)
             # torch.tensor copies the read-only arrays, because torch has no read-only tensors.
@@ -433,8 +438,8 @@ class TRAKer:
         """Average the scores of an experiment over checkpoints, and store the result.
 
         If ``model_ids`` is None, all model ids with finalized features are used, and a warning
-        lists the others. If a model id has no scores, an error is raised, or with ``allow_skip``, a
-        warning is given.
+        lists the others. If a model id that is used has no scores, an error is raised. With
+        ``allow_skip``, the model id is left out with a warning instead.
 
         Returns:
             Scores, shape (n, m), float32, also stored as ``scores/{exp_name}.mmap`` and in the

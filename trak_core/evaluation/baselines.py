@@ -22,12 +22,15 @@ _K1, _B = 1.2, 0.75
 def label_sums(
     masks: np.ndarray, train_labels: np.ndarray, target_labels: np.ndarray, block: int
 ) -> np.ndarray:
-    """Return subset sums of scores that are 1 for samples with the target's label, else 0."""
+    """Return the number of training samples with the target's label in each subset.
+
+    This is the sum of scores that are 1 for samples with the target's label, else 0.
+    """
     return subset_sums(masks, lambda i, j: train_labels[i:j, None] == target_labels, block)
 
 
 def random_sums(masks: np.ndarray, n_targets: int, block: int) -> np.ndarray:
-    """Return subset sums of random scores from a standard normal distribution."""
+    """Return the sums over subsets of random scores from a standard normal distribution."""
     rng = np.random.default_rng(_SEED)
     return subset_sums(masks, lambda i, j: rng.standard_normal((j - i, n_targets)), block)
 
@@ -39,10 +42,10 @@ def gradient_dot_sums(
     target_features: np.ndarray,
     block: int,
 ) -> np.ndarray:
-    """Return subset sums of loss-weighted inner products of training and target features.
+    """Return the sums over subsets of loss-weighted products of training and target features.
 
-    These products are the scores of TracIn without a learning rate. ``CheckpointRows`` describes
-    the arguments.
+    These inner products are the scores of TracIn without a learning rate. ``CheckpointRows``
+    describes the arguments.
 
     Source: Pruthi et al., "Estimating Training Data Influence by Tracing Gradient Descent",
         NeurIPS 2020.
@@ -69,7 +72,7 @@ def bm25_scores(
     for text, words in enumerate(counts):
         for word in words:
             containing.setdefault(word, []).append(text)
-    # For each word: its number, the texts that contain it, and what it adds to their scores.
+    # For each word: its number, the texts that contain it, and its contributions to their scores.
     entries: dict[str, tuple[int, np.ndarray, np.ndarray]] = {}
     for number, (word, rows) in enumerate(containing.items()):
         times = np.array([counts[text][word] for text in rows])
@@ -81,7 +84,7 @@ def bm25_scores(
     for query in queries:
         scores = np.zeros(len(counts))
         known = [entries[word] for word in set(query) if word in entries]
-        # Words are sorted, because the rounding of a sum depends on the order of its terms.
+        # Words are added in the order of their numbers, because the order affects rounding.
         for _, rows, added in sorted(known, key=lambda entry: entry[0]):
             scores[rows] += added
         yield scores

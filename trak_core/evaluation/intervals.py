@@ -44,7 +44,7 @@ class Variances(NamedTuple):
         return Variances(self.variance[entries], self.freedom[entries])
 
     def half_width(self) -> np.ndarray:
-        """Return half the widths of confidence intervals of estimates with these variances."""
+        """Return the half-widths of confidence intervals of estimates with these variances."""
         # Some versions of SciPy return NaN for infinite degrees of freedom.
         freedom = np.minimum(self.freedom, 1e9)
         return stdtrit(freedom, 1 - _OUTSIDE) * np.sqrt(self.variance)
@@ -56,8 +56,8 @@ def mean_interval(values: np.ndarray) -> tuple[float, float]:
     Seeds and targets are treated as random samples of two populations. Differences between models
     do not average out over targets, because all targets are measured on the same models. Therefore
     the variance over seeds and the variance over targets are added. Independent noise in each value
-    is part of both variances, so the interval may be too long, but it is not too short. With a
-    single seed, the interval ignores differences between seeds, and likewise for targets.
+    is part of both variances, so the interval may be too long, but it is not too short. With only
+    one seed or only one target, the interval ignores differences between seeds or between targets.
     """
     seeds, targets = values.shape
     # The variance of a mean of n numbers is s^2 / n, with n - 1 degrees of freedom.
@@ -75,8 +75,8 @@ def accuracy_interval(values: np.ndarray) -> tuple[float, float]:
     ``values`` contains 0 or 1 for each answer, or differences of such numbers, and has shape
     (seeds, targets). Values that are all equal have no variance. Even then, up to about 3 / n of
     all possible targets may have other values at 95 % confidence, where n is the number of targets.
-    Therefore the interval is widened if, on average over seeds, fewer than one target has a
-    different value.
+    Therefore the interval is widened if almost all values are equal, so that fewer than one target
+    for each seed has a different value.
 
     Source: Hanley and Lippman-Hand, "If nothing goes wrong, is everything all right?", Journal of
         the American Medical Association 249, 1983.

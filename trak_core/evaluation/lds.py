@@ -25,7 +25,7 @@ from trak_core.settings import Setting
 
 @dataclass(frozen=True, slots=True)
 class _Sorted:
-    """The sort order of columns, from which ranks in any resample of the rows are computed.
+    """The sort order of each column of a matrix, from which ranks in any resample are computed.
 
     All arrays have shape (rows, columns). ``order`` contains the row numbers of each column in
     ascending order of the values. In this order, the values equal to the value in row i are at the
@@ -59,7 +59,7 @@ class _Sorted:
 def _correlations(a: np.ndarray, b: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Return the Pearson correlation of each column of ``a`` with the same column of ``b``.
 
-    Row i counts ``counts[i]`` times. With these counts, every column has the mean 0.
+    Row i counts ``counts[i]`` times. With these counts, every column must have the mean 0.
     """
     # The correlation is sum_i n_i a_i b_i / sqrt(sum_i n_i a_i^2 sum_i n_i b_i^2) for counts n_i.
     weighted = a * counts[:, None]
@@ -72,8 +72,8 @@ def rank_correlations(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Return Spearman's correlation of each column of ``a`` with the same column of ``b``.
 
     Both arrays have shape (rows, columns) and finite values. The result has shape (columns,),
-    float64, and equals ``scipy.stats.spearmanr`` of each pair of columns. Only for a constant
-    column, the correlation is 0 instead of NaN, because equal values have no order.
+    float64, and equals ``scipy.stats.spearmanr`` of each pair of columns, except that the
+    correlation of a constant column is 0 instead of NaN.
     """
     counts = np.ones(len(a))
     ranks = [_Sorted.sort(x).centred_ranks(counts) for x in (a, b)]
@@ -113,7 +113,7 @@ def bootstrap(
     within each draw.
 
     Args:
-        predictions: Subset sums of scores, each of shape (subsets, targets).
+        predictions: Sums of scores over the subsets, each of shape (subsets, targets).
         outputs: Outputs of retrained models, shape (seeds, subsets, targets). Predictions are
             compared with the mean over seeds.
         n_draws: The number of draws.
@@ -148,7 +148,7 @@ Frame = tuple[np.ndarray, list[Any], list[Any]]
 
 @dataclass(frozen=True, slots=True)
 class GroundTruth:
-    """Outputs of retrained models, in the order of training samples and targets of a scores file.
+    """Outputs of retrained models, ordered like the training samples and targets of a scores file.
 
     Attributes:
         masks: 1 if a subset contains a training sample, else 0, shape (subsets, n), float64.
@@ -168,7 +168,7 @@ def order_models(
 
     Rows of ``masks`` are subsets, columns are training samples, and values are 0 or 1. Rows of
     ``outputs`` are models, each named after its subset, and columns are samples, including the
-    targets. All subsets must have the same number of models. Error messages contain ``name``.
+    targets. All subsets must have the same number of models. Error messages begin with ``name``.
 
     Returns:
         Masks of shape (subsets, n) with columns in the order of the n ``train_ids``, and outputs of
@@ -201,14 +201,14 @@ def order_models(
 
 
 def _columns(frame: Frame, ids: Sequence[Any], where: str, *, has_others: bool) -> np.ndarray:
-    """Return the columns ``ids`` as float64. ``has_others`` says if other columns may exist."""
+    """Return the columns ``ids``, float64. Other columns are an error unless ``has_others``."""
     values, _, columns = frame
     position = {column: i for i, column in enumerate(columns)}
     missing, others = [i for i in ids if i not in position], position.keys() - set(ids)
     if missing or len(position) < len(columns) or (others and not has_others):
         lists = [", ".join(map(str, [*some][:4])) or "none" for some in (missing, others)]
         raise InputError(
-            f"{where} must be named by the ids of the study, each id once. There are "
+            f"{where} must be named by the ids of the study, each id once. Found "
             f"{len(columns)} columns. Missing ids: {lists[0]}. Other columns: {lists[1]}.",
             code="evaluation.retrained_models",
         )
@@ -231,8 +231,9 @@ def lds_tables(
 
     ``summary`` contains the LDS of each method, ``targets`` the correlation of each method for each
     target, and ``checkpoints`` the LDS of scores from fewer checkpoints. ``methods`` contains the
-    subset sums of each method, shape (subsets, targets), first those of the scores. ``by_count[c]``
-    contains the subset sums of scores from the first c checkpoints.
+    subset sums of each method, shape (subsets, targets). The first method is the scores, with which
+    the others are compared. ``by_count[c]`` contains the subset sums of scores from the first c
+    checkpoints.
     """
     mean = truth.outputs.mean(axis=0)
     correlations = {key: rank_correlations(sums, mean) for key, sums in methods.items()}
@@ -242,8 +243,8 @@ def lds_tables(
         correlations["noise_ceiling", "ceiling", 0] = noise_ceiling(truth.outputs)
         rows.append(-1)
     low, high = interval(drawn, axis=0)
-    # The first column contains the scores. Each method's difference from the scores is computed
-    # within each draw, so that errors that both have in common cancel.
+    # The first column contains the scores. The difference between the scores and each method is
+    # computed within each draw, so that the errors they have in common cancel.
     behind_low, behind_high = interval(drawn[:, :1] - drawn[:, rows], axis=0)
     lds = np.array([each.mean() for each in correlations.values()])
     summary = pd.DataFrame(list(correlations), columns=["method", "kind", "proj_dim"])

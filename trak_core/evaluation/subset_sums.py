@@ -1,9 +1,10 @@
 """Sum scores over subsets of training samples, for many scoring settings in one pass.
 
 The scores of n training samples for m targets at a checkpoint are diag(w) Phi X, with loss weights
-w (n,), training features Phi (n, k) and solved targets X (k, m). For S subsets with masks M (S, n),
-the sums of these scores are ((M * w) Phi) X. The factor (M * w) Phi does not depend on the damping,
-so it is computed once for all values of the damping, and the n x m scores are never formed.
+w (n,), training features Phi (n, k), and X = (N + ridge I)^-1 T^T (k, m) for the normal matrix N
+and the features T (m, k) of targets. For S subsets with masks M (S, n), the sums of these scores
+are ((M * w) Phi) X. The factor (M * w) Phi does not depend on the damping, so it is computed once
+for all values of the damping, and the n x m scores are never formed.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from trak_core.attribution.score_formulas import powered
 from trak_core.attribution.solve import Spectrum, mean_squared_norm, train_norm, weighted_gramians
 from trak_core.settings import Combine, Setting
 
-# The method, projection kind and dimension (0 without a projection) of a row of the summary.
+# The method, projection kind and dimension (0 without a projection) in the tables of an evaluation.
 Key = tuple[str, str, int]
 
 
@@ -25,11 +26,12 @@ def _blocks(n_rows: int, block: int) -> Iterator[slice]:
 
 
 def subset_sums(masks: np.ndarray, read: ReadRows, block: int) -> np.ndarray:
-    """Return the sum of the rows of the training samples in each subset, shape (S, m), float64.
+    """Return the sums of a matrix's rows over S subsets of its rows, shape (S, m), float64.
 
-    ``masks`` are 1 where a subset contains a training sample, else 0, shape (S, n), float64.
-    ``read(start, stop)`` returns the rows of some training samples, shape (stop - start, m). Each
-    call reads ``block`` rows, so that the rows of all samples need not fit into memory.
+    The matrix has a row for each of n training samples. ``masks`` are 1 where a subset contains a
+    training sample, else 0, shape (S, n), float64. ``read(start, stop)`` returns rows of the
+    matrix, shape (stop - start, m). Each call reads ``block`` rows, so that the matrix need not fit
+    into memory.
     """
     total = np.zeros(())
     for own in _blocks(masks.shape[1], block):
@@ -43,8 +45,8 @@ class CheckpointRows:
 
     Attributes:
         loss_weights: The loss weights of the training samples, shape (n,).
-        normal_weights: The weights of training samples in the normal matrix, shape (n,), for each
-            power of the loss weights.
+        normal_weights: For each power of the loss weights in the settings, the weights of training
+            samples in the normal matrix, shape (n,).
         read: A function (start, stop) that returns training features, shape (stop - start, k).
         target_features: The features of the targets, shape (m, k), float64.
         block: The number of training samples to read at a time.
@@ -70,11 +72,11 @@ def average_weights(
 
 @dataclass(frozen=True, slots=True)
 class FeaturePass:
-    """Settings whose subset sums are computed together, so that features are read only once.
+    """Scoring settings whose subset sums are computed together from features that are read once.
 
-    All settings use the scores of the same ``checkpoints`` and the same ``weighting`` of the normal
-    matrix. If ``unit_dim`` is not None, only the first ``unit_dim`` numbers of each feature vector
-    are used, and the shortened vector is divided by its length.
+    All settings use the same ``checkpoints`` and the same ``weighting`` of the normal matrix. If
+    ``unit_dim`` is not None, only the first ``unit_dim`` numbers of each feature vector are used,
+    and the shortened vector is divided by its length.
     """
 
     settings: Sequence[Setting]
@@ -91,9 +93,10 @@ def setting_sums(
 ) -> dict[Setting, np.ndarray]:
     """Return the contribution of one checkpoint to the subset sums of each setting, shape (S, m).
 
-    The contributions of all checkpoints add up to the subset sums of the scores, times the number
-    of checkpoints. This factor does not change the ranks of subsets. ``subset_sums`` describes
-    ``masks``, and ``averages`` is the result of ``average_weights`` for all checkpoints.
+    The sum of the contributions of all checkpoints equals the subset sums of the scores, multiplied
+    by the number of checkpoints. This factor does not change the ranks of subsets. ``masks`` is
+    described in ``subset_sums``, and ``averages`` is the result of ``average_weights`` for all
+    checkpoints.
 
     Source: docs/explanation/scores.md, "The formula".
     """
@@ -138,7 +141,7 @@ def setting_sums(
 
 
 def _index(arrays: list[np.ndarray], array: np.ndarray) -> int:
-    """Return the index of an array in a list, after appending it if it is not in the list."""
+    """Return the index of an array in a list. Append the array first if it is not in the list."""
     for index, other in enumerate(arrays):
         if np.array_equal(other, array):
             return index

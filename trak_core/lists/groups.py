@@ -19,16 +19,16 @@ from trak_core.settings import Combine, ScoresSpec
 RUN_DRAWS, SAMPLE_DRAWS = 100, 10
 N_DRAWS = RUN_DRAWS * SAMPLE_DRAWS
 _MAX_GROUPS = 100
-# The columns of training samples that exist for every study, so samples can be grouped by them.
+# Training samples have these columns in every study, so they can always be grouped by them.
 _TABLE_COLUMNS = ("label", "prediction")
 
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """The groups of the samples that have equal values in a column.
+    """Groups of samples, each of which contains all samples with the same value in a column.
 
-    ``names`` contains the sorted names of the groups. ``numbers`` contains, for each sample, the
-    index of its group in ``names``, shape (n,).
+    ``names`` contains the values as texts, in sorted order. ``numbers`` contains, for each sample,
+    the index of its group in ``names``, shape (n,).
     """
 
     column: str
@@ -37,19 +37,19 @@ class Grouping:
 
     @classmethod
     def of(cls, column: str, values: Iterable[Any]) -> "Grouping":
-        """Group samples by their values in a column: at most 100 different texts or integers."""
+        """Group samples by the values of a column, at most 100 different texts or integers."""
         array = np.asarray(pd.Series(list(values)))
         if array.dtype.kind == "f":
             raise InputError(
-                f"groups: {column} must contain texts or integers. Found the number "
+                f"`groups`: the column {column} must contain texts or integers. Found the number "
                 f"{array[0]:g}. Let the study return a column of ranges, such as 'under 10'.",
                 code="scoring.group_values",
             )
         names, numbers = np.unique(array, return_inverse=True)
         if len(names) > _MAX_GROUPS:
             raise InputError(
-                f"groups: {column} must have at most {_MAX_GROUPS} different values. Found "
-                f"{len(names)}, such as {names[0]}. Use a column with fewer values.",
+                f"`groups`: the column {column} must have at most {_MAX_GROUPS} different values. "
+                f"Found {len(names)}, such as {names[0]}. Use a column with fewer values.",
                 code="scoring.many_groups",
             )
         return cls(column, [str(name) for name in names], numbers)
@@ -66,8 +66,8 @@ def check_groups(group_by: Iterable[str], study_columns: pd.DataFrame) -> None:
         elif name not in _TABLE_COLUMNS:
             known = ", ".join([*_TABLE_COLUMNS, *study_columns])
             raise InputError(
-                f"groups must name columns of the training samples: {known}. Found {name}. To add "
-                "a column, return it from the study's train_columns().",
+                f"`groups` must name columns of the training samples: {known}. Found {name}. To "
+                "add a column, return it from the study's train_columns().",
                 code="scoring.no_group_column",
             )
 
@@ -75,9 +75,9 @@ def check_groups(group_by: Iterable[str], study_columns: pd.DataFrame) -> None:
 def run_weights(runs: Sequence[int]) -> np.ndarray:
     """Return the weights of C checkpoints in bootstrap draws of runs, shape (RUN_DRAWS + 1, C).
 
-    The weight of a checkpoint is the number of times that its run is drawn, with replacement. All
-    weights in the first row are 1, which gives scores without resampling. ``runs`` contains, for
-    each checkpoint, the number of its run, starting from 0.
+    Runs are drawn with replacement. The weight of a checkpoint is the number of times that its run
+    is drawn. All weights in the first row are 1, which gives scores without resampling. ``runs``
+    contains, for each checkpoint, the number of its run, starting from 0.
     """
     n_runs = max(runs) + 1
     draws = np.random.default_rng(0).multinomial(n_runs, np.full(n_runs, 1 / n_runs), RUN_DRAWS)
@@ -120,7 +120,7 @@ class GroupSums:
             similarities: For each of C checkpoints, the similarities of the samples to the targets
                 (A_c in docs/explanation/scores.md), shape (C, rows, m).
             loss_weights: The loss weights to the configured power, shape (C, rows).
-            norms: The norm ||B_c|| of each checkpoint for ``unit_average``, else ones.
+            norms: For ``unit_average``, the norm ||B_c|| of each checkpoint. Otherwise ones.
             groups: For each grouping column, the number of each sample's group, shape (rows,).
                 Groups of different columns have different numbers.
         """
@@ -158,12 +158,12 @@ class GroupSums:
 
 
 def sample_variances(draws: np.ndarray, sizes: np.ndarray | int) -> Variances:
-    """Return how much group means vary because training samples are a random choice, shape (...).
+    """Return the variances of group means that arise from the choice of training samples.
 
     ``draws`` contains bootstrap draws of the group means, shape (..., N_DRAWS), with NaN for draws
     without samples of the group. ``sizes`` contains the numbers of samples, shape (...). The
     variance between draws with the same runs is multiplied by size / (size - 1), which removes its
-    bias. A group of one sample has the variance 0.
+    bias. A group of one sample has the variance 0. The result has shape (...).
     """
     variance = _within_runs(draws) * sizes / np.maximum(np.subtract(sizes, 1), 1)
     return Variances(variance, np.broadcast_to(np.subtract(sizes, 1.0), variance.shape))
@@ -216,9 +216,10 @@ def sums_of_groups(
 ) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray]]:
     """Return sums of scores over groups of training samples, with bootstrap draws and intervals.
 
-    ``parts`` contains the data of each checkpoint, and ``rows`` a function that reads its
-    similarities. Targets are processed in blocks that fit in memory. Scores of target j are
-    multiplied by ``improves[j]``, which is 1 or -1, so that positive scores help.
+    ``parts`` contains the data of each checkpoint. ``rows`` contains, for each checkpoint, a
+    function that reads rows of its matrix A (see docs/explanation/scores.md). Targets are processed
+    in blocks that fit in memory. Scores of target j are multiplied by ``improves[j]``, which is 1
+    or -1, so that positive scores help.
 
     Returns:
         The sums of scores for each target, shape (groups, m); bootstrap draws of the group means
@@ -273,7 +274,7 @@ def group_tables(
     target_ids: Sequence[Any],
     n_runs: int,
 ) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """Return the tables ``groups``, ``targets`` and ``differences`` of an artifact.
+    """Return the tables ``groups``, ``targets`` and ``differences`` of a file of group sums.
 
     ``groups`` contains the sum and the mean of the scores in each group, over all targets.
     ``targets`` contains these numbers for each target. ``differences`` contains the differences

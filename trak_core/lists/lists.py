@@ -1,4 +1,4 @@
-"""Rank training samples by harm, by help or by how likely their labels are wrong. Find copies."""
+"""List training samples that help, that harm, that may have wrong labels, or that are copies."""
 
 import numpy as np
 import pandas as pd
@@ -16,7 +16,7 @@ ENOUGH_TARGETS = 100
 
 
 def _ranked(train: pd.DataFrame, order: np.ndarray, *first_columns: str) -> pd.DataFrame:
-    """Return the rows ``order`` of a table. Add a column ``rank``, and put some columns first."""
+    """Return rows of a table in the given order, with a column ``rank`` and some columns first."""
     rows = train.iloc[order].reset_index(drop=True)
     rows["rank"] = np.arange(1, len(rows) + 1)
     first = ["id", "rank", *(name for name in first_columns if name in rows)]
@@ -134,7 +134,7 @@ def nearest(
 def copies(
     neighbours: Extremes, same_id: np.ndarray | int = -1
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the numbers of samples that have a copy, and the copies' rows, cosines and closeness.
+    """Find the samples that have a copy among the rows of a feature matrix.
 
     ``neighbours`` is the result of ``nearest`` for the samples. Let d_i be the cosine distance of a
     sample to its i-th nearest row. The nearest row is a copy of the sample if its closeness,
@@ -143,6 +143,10 @@ def copies(
     ``same_id`` contains, for each sample, the row with the same id and label, or -1. If the
     features of this row are also equal, it is the sample itself, and the sample is left out. Equal
     ids are not enough, because training samples and targets may both be numbered from 0.
+
+    Returns:
+        The indices of the samples that have a copy; and, for each of them, the row of the copy, its
+        cosine to the sample, and its closeness.
     """
     cosines = np.minimum(neighbours.scores.astype(np.float64), 1)
     # A sample can have fewer than five neighbours. Entries without a neighbour are -inf.

@@ -26,7 +26,7 @@ from trak_core.attribution.gradient_method_record import recorded_method_for
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.project_gradients import compilers
 from trak_core.attribution.score_formulas import checkpoint_weights
-from trak_core.attribution.token_scores import cut_pairs, token_tables
+from trak_core.attribution.token_scores import split_pairs, token_tables
 from trak_core.settings import TRAIN, ScoresSpec
 from trak_core.stages._shared import open_made_for, positions
 from trak_core.study.read_targets import split_of
@@ -81,7 +81,7 @@ def compute_token_scores(
     train_ids = list(dict.fromkeys(top["train_id"].tolist()))
     rows = positions(train_ids, top["train_id"].tolist())
     columns = positions(target_ids, top["target_id"].tolist())
-    cuts, loss_weights, norms = [], [], []
+    split_scores, loss_weights, norms = [], [], []
     where, study = find_device(device, projects=True), Study.load(study_file)
     for number, checkpoint in enumerate(spec.checkpoints):
         own = spec.under(checkpoint)
@@ -109,9 +109,10 @@ def compute_token_scores(
         splits = study.split(TRAIN, None).take(train_ids), targets
         pairs = np.column_stack([rows, columns])
         compute = Compute(where, batch_size, memory_mb, threads)
-        cuts.append(cut_pairs(loaded, own, damped, splits, (phi, target_phi), pairs, compute))
+        given = loaded, own, damped, splits, (phi, target_phi), pairs, compute
+        split_scores.append(split_pairs(*given))
     weights = checkpoint_weights(np.stack(loss_weights), np.array(norms), spec)
-    tokens, layers = token_tables(top, cuts, weights[:, rows])
+    tokens, layers = token_tables(top, split_scores, weights[:, rows])
     _print_accuracy(top, tokens, layers)
     packages = "torch", "numpy", *compilers(where)
     provenance = software(code, device_name(where), *packages, made_from=made_from)
