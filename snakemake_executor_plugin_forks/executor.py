@@ -51,7 +51,7 @@ class Executor(LocalExecutor):
         PythonScript.execute_script = execute_script
 
     def run_job(self, job: Any) -> None:
-        """Run a job, after starting the server that forks processes if it is not running."""
+        """Start the server from which scripts are forked, unless it is running. Run the job."""
         start()
         super().run_job(job)
 
@@ -86,7 +86,7 @@ def execute_script(self: PythonScript, fname: str, edit: bool = False) -> None:
 
 
 def _explain(rule: str, number: int) -> None:
-    """Log the signal that ended the script of a rule, and the probable cause."""
+    """Log which signal ended the script of a rule. For SIGKILL, also log the probable cause."""
     name = signal.Signals(number).name if number in list(signal.Signals) else f"signal {number}"
     cause = (
         " The system sends this signal when memory runs out. Give the job more memory, or run "

@@ -222,7 +222,7 @@ def project(
     if offset < 0 or offset + n_columns > spec.n_params:
         raise InputError(
             "Each column of `gradients` must have a row in the projection matrix, which has "
-            f"{spec.n_params} rows. Found columns that need rows {offset} (the `offset`) to "
+            f"{spec.n_params} rows. With this `offset`, the columns need rows {offset} to "
             f"{offset + n_columns - 1}. Change `offset` or the spec's `n_params`.",
             code="projection.columns",
         )

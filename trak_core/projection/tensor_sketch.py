@@ -271,8 +271,8 @@ class OuterProducts:
         self.spec = spec
         self.rows = torch.zeros(n_samples, spec.proj_dim, device=device)
         self.spectrum = torch.zeros(n_samples, spec.proj_dim, dtype=torch.complex128, device=device)
-        # Count sketches that wait to be transformed together with those of other parameters, which is
-        # faster if there are few tokens.
+        # Count sketches that wait to be transformed together with those of other parameters. This
+        # saves time if there are few tokens.
         self._held, self._n_held = torch.empty(0, device=device), 0
 
     def add_products(self, number: int, left: Tensor, right: Tensor) -> None:

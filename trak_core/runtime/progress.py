@@ -20,7 +20,7 @@ Rest = TypeVarTuple("Rest")
 
 @contextmanager
 def reported_to(advance: Callable[[int], object]) -> Generator[None, None, None]:
-    """Make ``with_progress`` call ``advance`` with the rows of each block, instead of printing."""
+    """Make ``with_progress`` call ``advance`` with each block's number of rows, not print."""
     token = _advance.set(advance)
     try:
         yield

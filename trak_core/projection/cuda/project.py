@@ -164,8 +164,8 @@ def require_right_matrix(
             f"The kernel {method.name} must compute the same projection matrix as the CPU. On "
             f"{name_of(device)}, {wrong.sum()} of {wrong.size} entries of the {spec.kind} matrix "
             f"are wrong for {dtype} gradients. The first is at coordinate {offset + picks[row]}, "
-            f"column {column}: {matrix[row, column]} instead of {expected[row][column]}. Project on "
-            "the CPU, and report this error with the versions of numba-cuda and of the driver.",
+            f"column {column}: {matrix[row, column]} instead of {expected[row][column]}. Project "
+            "on the CPU, and report this error with the versions of numba-cuda and of the driver.",
             code="projection.kernel_differs",
         )
     _passed.add((device, kernel, dtype))
