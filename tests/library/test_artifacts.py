@@ -114,7 +114,7 @@ def test_int8_frames_are_read_by_their_scales(tmp_path):
             assert np.array_equal(read[part], by_hand[part])
     for bad in (np.nan, np.inf, -np.inf, np.finfo(np.float32).max):
         rows[2, 7] = bad
-        with pytest.raises(ArtifactError, match=r"must be finite, but 'features/.*values' contains NaN"):
+        with pytest.raises(ArtifactError, match=r"finite, but 'features/.*values' contains NaN"):
             features(tmp_path / "b.h5", rows, np.int8)
     assert not (tmp_path / "b.h5").exists()
 
