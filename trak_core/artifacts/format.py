@@ -169,7 +169,7 @@ def put_attributes(node: h5py.Group | h5py.Dataset, **attributes: Any) -> None:
 
 
 def write_object(file: h5py.File, name: str, value: Mapping[str, Any]) -> None:
-    """Write a mapping of JSON values: its lists as datasets, and all others as one attribute."""
+    """Write a mapping of JSON values: each list as a dataset, and the rest as one attribute."""
     lists = {key: part for key, part in value.items() if isinstance(part, list | tuple)}
     others = {key: part for key, part in value.items() if key not in lists}
     put_attributes(file, **{name: json.dumps(others, sort_keys=True)})

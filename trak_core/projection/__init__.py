@@ -1,4 +1,4 @@
-"""Project gradients with a random matrix (Johnson-Lindenstrauss) that is equal on all devices."""
+"""Project gradients by a random matrix (Johnson-Lindenstrauss) that is the same on all devices."""
 
 from trak_core.projection.project import add_projection, back_project, project
 from trak_core.projection.tensor_sketch import (

@@ -1,4 +1,4 @@
-"""Define the projection matrix R, version 1, by readable NumPy code that forms R, and is slow.
+"""Define the projection matrix R, version 1, in readable but slow NumPy code.
 
 This definition is part of the file format. Features from two machines can be compared only because
 every backend computes exactly this matrix. The backends do not use the code in this module.

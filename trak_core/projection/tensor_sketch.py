@@ -80,11 +80,11 @@ def _pairs_on(spec: ProjectionSpec, device: torch.device) -> list[tuple[Tensor, 
 def entries_of_rows(
     spec: ProjectionSpec, device: torch.device, number: int, rows: Tensor | slice
 ) -> tuple[Tensor, Tensor]:
-    """Return where R is nonzero for some rows of a parameter, and the values there.
+    """Return the columns and values of the nonzero entries of R for some rows of a parameter.
 
-    Each entry of the parameter with the given ``number`` has a row in R, which has one nonzero
-    value. Return the columns of these values in R, and the values. Both results have shape (*shape
-    of ``rows``, n1), where n1 is the number of columns of the parameter.
+    Each entry of the parameter with the given ``number`` has its own row in R, in which a single
+    entry is nonzero. Both results have shape (*shape of ``rows``, n1), where n1 is the number of
+    columns of the parameter.
     """
     bucket0, sign0, bucket1, sign1 = _pairs_on(spec, device)[number]
     columns = (bucket0[rows].unsqueeze(-1) + bucket1) % spec.proj_dim
@@ -95,7 +95,7 @@ def entries_of_rows(
 def _entries_on(spec: ProjectionSpec, device: torch.device) -> list[tuple[Tensor, Tensor]]:
     """Return the index and sign of the entry that is added to each bucket of a count sketch.
 
-    With them, a GPU computes count sketches by indexing. Each k consecutive entries of a factor
+    With them, a GPU computes count sketches by indexing. Every k consecutive entries of a factor
     fill the k buckets with one entry each. Each parameter has a pair of tensors (indices, signs) of
     shape (n, k, 2), where n is the number of such groups of entries, and the last index is 0 for
     the left factor and 1 for the right factor. An empty bucket has sign 0.
@@ -117,7 +117,7 @@ def _has_kernels(device: torch.device) -> bool:
 
 
 def _pieces_on(device: torch.device) -> tuple[int, int]:
-    """Return how many numbers may be transformed at a time, for one parameter and for several."""
+    """Return the largest size of a transform for one parameter, and for several together."""
     if device.type != "cuda":
         most = _PIECE if _has_kernels(device) else _PIECE_OF_GPU
         return most, most
@@ -312,7 +312,7 @@ class OuterProducts:
         self._n_held = 0
 
     def add_lookups(self, number: int, indices: Tensor, right: Tensor) -> None:
-        """Add an embedding's gradient: right[b, t] is added to row indices[b, t] for each token t.
+        """Add embedding gradients: right[b, t] is added to row indices[b, t] for each token t.
 
         This is a sum of outer products e_i right[b, t]^T with unit vectors e_i.
         """
@@ -330,11 +330,10 @@ class Contractions:
     """Compute inner products of given vectors with the sketches of single tokens' gradients.
 
     The gradient of a token t is an outer product a_t b_t^T, which is sketched once for all vectors.
-    Let X,
-    Y and V be the Fourier transforms of the count sketches x of a_t and y of b_t, and of a vector
-    v. Then Parseval's theorem gives <sketch, v> = Re <X Y, V> / k. As x, y and v are real, half of
-    the frequencies suffice. One matrix product computes the results for all tokens and vectors of a
-    sample. The error of a result is at most 1e-6 |a_t| |b_t| |v|.
+    Let X, Y and V be the Fourier transforms of the count sketches x of a_t and y of b_t, and of a
+    vector v. Then Parseval's theorem gives <sketch, v> = Re <X Y, V> / k. As x, y and v are real,
+    half of the frequencies suffice. One matrix product computes the results for all tokens and
+    vectors of a sample. The error of a result is at most 1e-6 |a_t| |b_t| |v|.
 
     Attributes:
         vectors: Shape (m, k), float32.

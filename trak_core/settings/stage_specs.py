@@ -60,7 +60,7 @@ def curvature_power(weighting: str, power: float, *, is_probability: bool) -> fl
 
 @dataclass(frozen=True, slots=True, order=True)
 class Setting:
-    """Settings of scores that an evaluation compares with others (docs/explanation/scores.md)."""
+    """One combination of scoring settings. An evaluation compares several combinations."""
 
     damping: float
     loss_weight_power: float

@@ -50,13 +50,13 @@ def _aligned(n):
 
 
 def _fill_table(n):
-    """Return the intrinsic that fills a table of signed sums for n tiles of samples, 1 or 2."""
+    """Return the intrinsic that fills a table of signed sums for n tiles (1 or 2) of samples."""
 
     @vector_intrinsic
     def fill_table(builder, tables, table, x, row):
-        """Store the sums of rows row, row + 8, row + 16 and row + 24 of ``x`` for all signs.
+        """Store the sums of rows row, row + 8, row + 16 and row + 24 of ``x`` with all 16 signs.
 
-        If bit i of a sum's index in the table is set, row + 8 i is subtracted, else added.
+        If bit i of a sum's index in the table is set, row + 8 i has a minus sign, else a plus sign.
         """
         positions = [
             [builder.add(row, INT64(8 * i + tile * _BLOCK)) for tile in range(n)] for i in range(4)
@@ -111,7 +111,7 @@ _add_to_one, _add_to_two = _add_table_rows(1), _add_table_rows(2)
 
 @compiled
 def _project_slice(rows, start, stop, first, key, in_pairs, out):
-    """Compute ``rademacher_slice_cpu``, for 16 samples at a time if ``in_pairs``, else for 8."""
+    """Do what ``rademacher_slice_cpu`` does, for 16 samples at a time if ``in_pairs``, else 8."""
     n_samples = len(rows)
     n_columns = (out.shape[1] + 3) // 4 * 4
     n_tiles = tiles_of(n_samples)

@@ -27,7 +27,7 @@ from trak_core.settings import ProjectionKind, ProjectionSpec
 
 T = TypeVar("T")
 
-# The number of kernel calls for each thread. With several calls, no thread idles long at the end.
+# The number of kernel calls for each thread. With several, no thread is idle for long at the end.
 _CALLS = 4
 # The memory limit for results of slices that must wait because they are added in order. Each thread
 # may hold one result even if the results exceed this limit.
@@ -77,8 +77,8 @@ class _Kernel:
     most_samples: int
 
 
-# The number of coordinates in a slice, for kinds whose work is proportional to proj_dim and for
-# other kinds.
+# The number of coordinates in a slice for kinds whose work is proportional to proj_dim, and the
+# number for other kinds.
 _DENSE, _SPARSE = 2**14, 2**17
 _KERNELS = {
     ProjectionKind.RADEMACHER: _Kernel(rademacher_slice_cpu, _DENSE, 16, 512),
@@ -123,7 +123,7 @@ def _slice_rows(blocks: Sequence[np.ndarray], start: int, stop: int) -> tuple[np
 
 @cache
 def _pool(threads: int) -> ThreadPoolExecutor:
-    """Return a pool of threads, cached because several new threads may first share a core."""
+    """Return a cached pool of threads. Several new threads might at first share a single core."""
     return ThreadPoolExecutor(threads)
 
 
@@ -183,8 +183,8 @@ def project_cpu(
             or uint16 with the bits of bfloat16.
         spec: The projection, of any kind except ``identity``.
         offset: Coordinate of the first column.
-        threads: Number of threads, among which slices are divided, and the samples of a slice if
-            there are few slices. Results are bitwise equal for any number of threads.
+        threads: Number of threads. They process different slices or, if there are few slices,
+            different samples of a slice. Results are bitwise equal for any number of threads.
         out: Shape (n_samples, proj_dim), float32.
     """
     stop = offset + sum(block.shape[1] for block in blocks)

@@ -1,4 +1,4 @@
-"""Compile the CPU kernels, and give them vector instructions and random words.
+"""Functions to compile CPU kernels, and to generate their vector instructions and random words.
 
 Samples are grouped into tiles of eight, with one sample in each lane of a vector register. For each
 coordinate of the gradients or column of the result, a tile contains a *row of lanes*: eight float32
@@ -84,7 +84,7 @@ def fill_words(words, first_call, q, tag, key):
 
 
 def key_of(spec: ProjectionSpec) -> tuple[np.uint32, np.uint32, np.uint32]:
-    """Return the argument ``key`` of ``fill_words``: the seed's low and high half, the stream."""
+    """Return the argument ``key`` of ``fill_words``: both halves of the seed, and the stream."""
     return np.uint32(spec.seed & 0xFFFFFFFF), np.uint32(spec.seed >> 32), np.uint32(spec.stream)
 
 
@@ -139,7 +139,7 @@ class LaneArray:
         self._builder.store(vector, self._row(row, n)).align = 4
 
     def gather(self, rows: Sequence[Any]) -> Any:
-        """Return the rows of lanes with the one or two numbers ``rows`` as one vector."""
+        """Return one or two rows of lanes as one vector. ``rows`` contains their numbers."""
         first = self.load(rows[0])
         if len(rows) == 1:
             return first
@@ -153,7 +153,7 @@ class LaneArray:
 
 
 def vector_intrinsic(generate: Callable[..., None]) -> Callable[..., Any]:
-    """Return a function for compiled code, with the instructions that ``generate`` writes.
+    """Return an intrinsic for compiled code. Its instructions are emitted by ``generate``.
 
     ``generate`` is called with LLVM's instruction builder and the function's arguments: a
     ``LaneArray`` for each array, and LLVM's value for each number.

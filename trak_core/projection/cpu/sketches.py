@@ -87,7 +87,7 @@ def fill_signs(signs, words, first_call, block, key):
 
 @compiled
 def _transform(x, n):
-    """Replace the first n rows of ``x``, for each of 8 samples, by their Hadamard transform."""
+    """Replace each sample's numbers in the first n rows of ``x`` by their Hadamard transform."""
     step = 1
     while step * 8 <= n:
         for group in range(0, n, 8 * step):

@@ -8,7 +8,7 @@ The driver reads the arguments of a launch from an array, with 8 bytes for each 
 number is in the lower half of these 8 bytes. In numba's calling convention, a one-dimensional array
 is passed as seven arguments: two unused addresses, the number of entries, the size of an entry, the
 address, the length and the stride. A tuple is passed as one argument for each element. Launches by
-numba itself are not used, because they take longer to inspect the types of all arguments.
+numba itself are not used, because numba takes time to inspect the types of all arguments.
 """
 
 import ctypes
@@ -70,7 +70,7 @@ def launch(
 
 
 def _simulated(type_name: str, argument: Any) -> Any:
-    """Return a kernel's argument as numba's simulator needs it: with NumPy arrays and scalars."""
+    """Return an argument in the form that numba's simulator needs, an array for a tensor."""
     if isinstance(argument, Tensor):
         return argument.numpy()
     if not type_name.startswith("uint32"):
@@ -188,7 +188,7 @@ def read_cached(path: Path) -> bytes | None:
 
 
 def write_cached(path: Path, content: bytes) -> None:
-    """Write content, preceded by its SHA-256, to a cached file, unless this is impossible."""
+    """Write content to a cached file, after its SHA-256. If this fails, raise no error."""
     with suppress(OSError, InputError), atomic_write(path) as partial:
         partial.write_bytes(hashlib.sha256(content).digest() + content)
 

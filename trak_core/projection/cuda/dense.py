@@ -148,7 +148,7 @@ def portable_kernel(kind: ProjectionKind, bfloat16: bool, samples: int, n_thread
 
 @cache
 def tensor_core_kernel(tile: Tile, bfloat16: bool, flush: int) -> Any:
-    """Return the tensor-core kernel for gradients in bfloat16 or, otherwise, in float16.
+    """Return the tensor-core kernel. Gradients are float16, or bfloat16 if ``bfloat16`` is true.
 
     ``tile`` is the size of a thread block's result. After every ``flush`` coordinates, sums are
     added to totals, which reduces rounding errors. ``flush`` is a power of two, at least 256.

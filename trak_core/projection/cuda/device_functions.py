@@ -74,7 +74,7 @@ def _round(c0, c1, c2, c3, k0, k1):
 
 @device_function
 def philox(c0, c1, c2, c3, keys):
-    """Return the four random words, uint32, for a counter. ``keys`` is from ``round_keys``."""
+    """Return the four random words, uint32, for a counter. ``keys`` are the keys of all rounds."""
     # The rounds are written out, because the compiler might not unroll a loop.
     c0, c1, c2, c3 = _round(c0, c1, c2, c3, keys[0], keys[1])
     c0, c1, c2, c3 = _round(c0, c1, c2, c3, keys[2], keys[3])

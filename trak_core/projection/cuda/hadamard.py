@@ -44,7 +44,7 @@ def _butterflies(held, n_bits):
 
     @device_function
     def transform(x):
-        """Apply the butterflies for the ``n_bits`` lowest bits of the index in ``x``."""
+        """Apply the first ``n_bits`` steps of a Hadamard transform to a thread's values."""
         for bit in range(n_bits):
             for v in range(n_values):
                 if v & (1 << bit) == 0:
@@ -112,13 +112,13 @@ def hadamard_kernel(proj_dim: int, inner: int, n_rows_held: int, bfloat16: bool,
     def swap(exchange, base, thread, x, before, after):
         """Exchange values between threads.
 
-        Before, the indices of each thread's values differ in the bits from ``before`` on. Then they
-        differ in the bits from ``after`` on.
+        Before the exchange, the indices of the values in a thread differ in the bits from
+        ``before`` on. After the exchange, they differ in the bits from ``after`` on.
         """
         at = uint32(base + position_of(thread, before))
         for v in range(n_values):
-            # An entry's index has the bits of v and of ``at`` in different places, so the gaps that
-            # belong to both can be added.
+            # The position without gaps is the sum of two numbers that have no bit in common, so the
+            # gaps before both numbers can be added.
             exchange[uint32(at + uint32((v << before) + (v << before >> 4)))] = x[v]
         cuda.syncthreads()
         at = uint32(base + position_of(thread, after))
@@ -129,7 +129,7 @@ def hadamard_kernel(proj_dim: int, inner: int, n_rows_held: int, bfloat16: bool,
 
     @device_function
     def sign_in(signs, first, v, thread):
-        """Return the word with the sign of a thread's input ``v``, and the position of its bit.
+        """Return the word with the sign of a thread's input ``v``, and the number of its bit.
 
         The input's index is first + v * n_threads + thread, where ``first`` is a multiple of 32.
         """

@@ -51,7 +51,7 @@ def _instruction(
 
 
 def repeated(body: Any, n: int) -> Any:
-    """Return a function that makes n calls ``body(i, ...)``, with the constants 0, ..., n - 1."""
+    """Return a function that calls ``body(i, ...)`` with the constants i = 0, ..., n - 1."""
 
     @intrinsic
     def calls(typing_context, *arguments):

@@ -1,4 +1,4 @@
-"""Project gradients on a GPU. Before a kernel is first used, test that its results are right."""
+"""Project gradients on a GPU. Before a kernel is first used, check that its results are right."""
 
 import importlib.util
 from collections.abc import Generator, Sequence
@@ -44,7 +44,7 @@ def capability_of(device: torch.device) -> tuple[int, int]:
     if capability < LEAST_CAPABILITY:
         least, present = ("{}.{}".format(*c) for c in (LEAST_CAPABILITY, capability))
         raise InputError(
-            f"To project on a GPU, its compute capability must be at least {least}. Found the GPU "
+            f"To project on a GPU, the GPU must have compute capability {least} or later. Found "
             f"{name_of(device)}, which has capability {present}. {INSTEAD}",
             code="projection.capability",
         )
@@ -111,7 +111,7 @@ def require_right_matrix(
     device: torch.device,
     n_samples: int,
 ) -> None:
-    """Before a kernel is first used on a device, check that it computes the defined matrix R.
+    """Before a kernel is first used on a device, check that it computes the right matrix R.
 
     The projections of unit vectors are rows of R, which are compared with ``reference.py``. The
     tested rows have coordinates beyond 2^32, on both sides of the boundary between two slices and
@@ -175,7 +175,7 @@ def require_right_matrix(
 
 @contextmanager
 def _on(device: torch.device) -> Generator[None]:
-    """Make a GPU the current device of this thread in a ``with`` block, with a CUDA context."""
+    """Make a GPU, and its CUDA context, current in this thread for a ``with`` block."""
     if is_simulated():
         yield
         return

@@ -44,7 +44,7 @@ _W0, _W1 = 0x9E3779B9, 0xBB67AE85  # added to Philox's keys after each round
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """How gradients of a dtype are projected on a device: with which kernel, in which form."""
+    """The kernel for gradients of a dtype on a device, and the form in which it reads them."""
 
     name: str
     variant: Callable[[int], Variant]  # returns the kernel for a number of rows

@@ -10,7 +10,7 @@ from trak_core.settings import ProjectionSpec
 
 
 class Kernel(NamedTuple):
-    """A function that returns a kernel, and its arguments. They identify the kernel in caches."""
+    """The function that returns a kernel, and its arguments, which together identify the kernel."""
 
     factory: str  # the module in this folder and the function, such as ``dense.portable_kernel``
     arguments: tuple[Any, ...] = ()
@@ -32,7 +32,7 @@ SAMPLES = (8, 16)
 
 
 def portable_variant(spec: ProjectionSpec, bfloat16: bool, n_rows: int) -> Variant:
-    """Return the portable kernel of ``rademacher`` or ``normal``, with sizes for ``n_rows``."""
+    """Return the portable kernel for ``spec``, and its launch sizes for a number of rows."""
     samples = next((samples for samples in SAMPLES if n_rows <= samples), SAMPLES[-1])
     grid = -(-spec.proj_dim // (4 * THREADS)), -(-n_rows // samples)
     kernel = Kernel("dense.portable_kernel", (spec.kind, bfloat16, samples, THREADS))
@@ -76,17 +76,21 @@ def tensor_core_variant(spec: ProjectionSpec, bfloat16: bool, n_rows: int) -> Va
 
 HADAMARD_INNER = 8192  # the longest transform of a thread block, with 34 KiB of shared memory
 HADAMARD_THREADS = 128  # minimum number of threads in a block, which may process several rows
-# Number of blocks of coordinates after which sums are added to totals, if proj_dim is less than it.
+# If proj_dim is less than this number, sums are added to totals after this number of blocks of
+# coordinates.
 HADAMARD_FLUSH = 256
 
 
 def held_bits(inner: int) -> int:
-    """Return b, where 2**b of the ``inner`` numbers of a Hadamard transform are in one thread."""
+    """Return the b for which a thread holds 2**b of the ``inner`` numbers of a transform."""
     return min(4, inner.bit_length() - 1)
 
 
 def hadamard_variant(spec: ProjectionSpec, bfloat16: bool, n_rows: int) -> Variant:
-    """Return the Hadamard kernel. ``spec.proj_dim`` must divide the length of a slice."""
+    """Return the Hadamard kernel and its launch sizes for a number of rows.
+
+    ``spec.proj_dim`` must divide the length of a slice.
+    """
     inner = min(spec.proj_dim, HADAMARD_INNER)
     n_threads = inner >> held_bits(inner)
     n_rows_held = max(1, HADAMARD_THREADS // n_threads)
