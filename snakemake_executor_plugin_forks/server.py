@@ -1,4 +1,4 @@
-"""Run Python scripts as forks of one process that has already imported the modules they need.
+"""Run Python scripts as forks of one process that has already imported large modules.
 
 This process is the forkserver of Python's ``multiprocessing``. If a script could behave differently
 in a fork than in a new Python process, the fork replaces itself by a new one (README.md).
@@ -52,7 +52,7 @@ _server = 0
 
 
 def set_preload(modules: Sequence[str]) -> None:
-    """Set the names that the server imports. Names that end with ``()`` are also called."""
+    """Set the names that the server imports. If a name ends with ``()``, it is also called."""
     _modules[:] = modules
 
 

@@ -39,7 +39,7 @@ _ERROR = re.compile(r"^(?:Error: |Traceback \(most recent).*", re.M | re.S)
 
 
 class _Lines(DefaultFormatter):
-    """A formatter that shows one line with the number of jobs, and one line when a job starts."""
+    """A formatter that shows the number of jobs in one line, and one line when each job starts."""
 
     def __init__(self, show_failed_logs: bool) -> None:
         super().__init__(set(), show_failed_logs)

@@ -17,8 +17,7 @@ from trak_core.errors import InputError
 
 _PACKAGE = Path(__file__).parent
 _CODE = {".py", ".j2", ".css"}
-# Folders of code that only some jobs run. ``stage_files`` returns the files of them that a stage
-# uses.
+# Folders of code that only some jobs run. ``stage_files`` returns those parts that a stage uses.
 _NOT_SHARED = {"command", "compat", "queries", "report", "stages", "workflow"}
 _STAGES_WITH_PAGES = {"draw_influences", "write_report"}
 _Name = tuple[str, ...]
@@ -48,7 +47,7 @@ def code_digest(*parts: str) -> str:
 
 
 def stage_files(module: str) -> list[str]:
-    """Return the files and folders of a stage's code that only this or a few stages use.
+    """Return the files and folders of a stage's code that are not shared by all stages.
 
     They are not included in ``code_digest()``. ``module`` is the dotted name of the stage's module.
     """

@@ -1,4 +1,4 @@
-"""The exceptions of the package, and functions that recognize errors of full memory or disks."""
+"""The exceptions of the package, and functions that recognize a lack of memory or disk space."""
 
 import errno
 import os

@@ -94,7 +94,7 @@ def check_splits(train: Artifact, targets: Artifact, spec: ScoresSpec) -> dict[s
     check_made_for(train, spec.of_train())
     check_made_for(targets, spec.of_targets())
     shared, actual = ({key: file.spec.get(key) for key in _SHARED} for file in (train, targets))
-    check_same("settings of both files", shared, actual, targets)
+    check_same("settings of the gradients", shared, actual, targets)
     return shared
 
 

@@ -158,7 +158,7 @@ def content_hash(file: h5py.File, known: Mapping[str, str] | None = None) -> str
 
 
 def put_attributes(node: h5py.Group | h5py.Dataset, **attributes: Any) -> None:
-    """Write attributes. Strings get the only type that PyTables can read: UTF-8, fixed length."""
+    """Write attributes. Strings become UTF-8 of fixed length, the only kind that PyTables reads."""
     for name, value in attributes.items():
         if isinstance(value, str):
             text = value.encode()
@@ -240,7 +240,7 @@ _PLAIN_FILTERS = {h5py.h5z.FILTER_FLETCHER32, h5py.h5z.FILTER_SHUFFLE}
 
 
 def check_stored(file: h5py.File, name: str) -> None:
-    """Raise a ``ValueError`` if an HDF5 object is a link, or a dataset without all its values.
+    """Raise a ``ValueError`` for a link, or for a dataset whose values are not all in the file.
 
     For values that the file does not contain, HDF5 would return zeros.
     """

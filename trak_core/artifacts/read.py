@@ -256,7 +256,7 @@ def open_artifact(path: Path, kind: ArtifactKind) -> Generator[Artifact, None, N
 
 
 def verify(path: Path) -> ArtifactKind:
-    """Compare all content of an artifact with the stored hash, and return the artifact's kind."""
+    """Return the kind of an artifact, after checking that its content has the stored hash."""
     artifact = Artifact(path, ArtifactKind("trak-*", (), ""))
     with contextlib.closing(artifact), artifact._explained():
         artifact.check_values()
@@ -297,14 +297,16 @@ def read_frame(path: Path, key: str) -> tuple[np.ndarray, list[Any], list[Any]]:
                 f"values of dtype {values.dtype}, row ids of dtype {index.dtype} and column ids of "
                 f"dtype {columns.dtype}"
             )
-        if values.shape != (len(index), len(columns)) or not np.isfinite(values).all():
-            size = f"{len(index)} rows and {len(columns)} columns"
-            raise ValueError(f"values of shape {values.shape} for {size}, or a NaN or infinity")
+        if values.shape != (len(index), len(columns)):
+            size = f"{len(index)} row ids and {len(columns)} column ids"
+            raise ValueError(f"values of shape {values.shape}, but {size}")
+        if not np.isfinite(values).all():
+            raise ValueError("values that are NaN or infinite")
     except MemoryError:
         raise
     except Exception as error:  # If a file is damaged, h5py can raise errors of any type.
         raise ArtifactError(
-            f"{path}: the file must be readable HDF5 with a complete frame {key!r} of finite "
+            f"{path}: the file must be HDF5, and contain a complete frame {key!r} of finite "
             "numbers. The row ids must be all integers or all strings, and so must the column ids. "
             f"Found: {first_line(error)}. Write the frame with `frame.to_hdf(path, "
             f"key={key!r}, format='fixed')`.",

@@ -83,7 +83,7 @@ class MatrixWriter:
         else:
             block, scales = scaled_integers(np.broadcast_to(np.asarray(values), shape))
             if not np.isfinite(scales).all():
-                error = ValueError(f"{self.name!r} contains NaN, infinity or too large numbers")
+                error = ValueError(f"{self.name!r} contains NaN, infinity, or too large numbers")
                 raise not_finite(self._path, error)
             self.scales[start:stop] = scales
         try:
@@ -113,7 +113,7 @@ def not_finite(path: Path, error: Exception) -> ArtifactError:
 
 @dataclass(slots=True)
 class Writer:
-    """Write the content of a new artifact. ``create`` returns an instance."""
+    """Write the content of a new artifact. ``create`` yields an instance."""
 
     path: Path
     file: h5py.File

@@ -72,7 +72,7 @@ class Engine:
         """Return J J^T for an output of shape [m1, ..., mk].
 
         Args:
-            output: A real tensor of any shape, with a graph.
+            output: A real tensor of any shape, with an autograd graph.
 
         Returns:
             Shape [m1, ..., mk, mk, ..., m1], with the output's dtype and device. The entry

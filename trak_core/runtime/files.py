@@ -37,7 +37,7 @@ _FORMULA_STARTS = tuple("=+-@\t\r\n\uff1d\uff0b\uff0d\uff20")
 def _delete_leftovers(path: Path, prefix: str) -> None:
     """Delete the partial files that killed processes on this machine left next to ``path``.
 
-    The name of a partial file consists of ``prefix``, the number of the process, and ``.part``.
+    The name of a partial file consists of ``prefix``, the id of the process, and ``.part``.
     """
     if os.name != "posix":
         return  # On Windows, os.kill(process, 0) ends the process.
@@ -111,7 +111,7 @@ def lock_tables_where_possible(results: Path) -> None:
 
 
 def disk_full_error(path: Path, reason: str) -> InputError:
-    """Return the error for a file for which the disk, a quota or a limit has no space."""
+    """Return the error for a file that does not fit on the disk, or exceeds a quota or limit."""
     free = shutil.disk_usage(path.parent).free // 2**20
     return InputError(
         f"{path}: the disk must have space for the file. Found: {reason}, with {free} MiB free. "
@@ -150,7 +150,7 @@ def atomic_write(path: Path) -> Generator[Path, None, None]:
 
 
 def safe_cell(cell: Any) -> Any:
-    """Return a cell for a CSV file. A text that looks like a formula begins with an apostrophe."""
+    """Return a cell for a CSV file, with an apostrophe before a text that looks like a formula."""
     return f"'{cell}" if isinstance(cell, str) and cell.startswith(_FORMULA_STARTS) else cell
 
 

@@ -274,7 +274,7 @@ def run_script(job: Any) -> None:
 
 
 def run(job: Any) -> None:
-    """Call a job's stage with those of the job's named values that are arguments of the stage."""
+    """Call the stage of a job with those of the job's values that are arguments of the stage."""
     specified = {**dict(job.params.items()), **dict(job.input.items()), **dict(job.output.items())}
     values = {"threads": job.threads, **dict(job.wildcards.items()), **dict(job.resources.items())}
     # If an input file has the same name as a wildcard, the stage gets the file.

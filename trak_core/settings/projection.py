@@ -176,10 +176,11 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
 
 
-# The largest product n_params * proj_dim for which a dense matrix is the default, which takes 1 to
-# 2 ms per sample on one core, and the largest n_params for which the fast Hadamard transform is the
-# default (benchmarks/RESULTS.md).
-_DENSE_PRODUCTS, _TRANSFORMED_PARAMS = 2**27, 2**24
+# The largest n_params * proj_dim for which a dense matrix is the default. It takes 1 to 2 ms to
+# project a sample on one core.
+_DENSE_PRODUCTS = 2**27
+# The largest n_params for which a Hadamard transform is the default (benchmarks/RESULTS.md).
+_TRANSFORMED_PARAMS = 2**24
 
 
 def usual_kind(n_params: int, proj_dim: int) -> ProjectionKind:

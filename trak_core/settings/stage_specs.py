@@ -212,19 +212,22 @@ class ScoresSpec(NormalSpec):
 
     @property
     def checkpoints(self) -> list[str]:
-        """The sorted ids of all checkpoints, in the order of lists of the checkpoints' files."""
+        """The sorted ids of all checkpoints. Lists with a file for each have this order."""
         assert self.runs is not None
         return sorted(checkpoint for run in self.runs.values() for checkpoint in run)
 
     @property
     def ends(self) -> list[str]:
-        """The sorted ids of the last checkpoint of each run. Result tables have their outputs."""
+        """The sorted ids of the last checkpoint of each run.
+
+        Tables of results contain the model outputs of these checkpoints.
+        """
         assert self.runs is not None
         return sorted(run[-1] for run in self.runs.values())
 
     @property
     def along_runs(self) -> list[str]:
-        """The ids of all checkpoints. The first few are from different runs and times."""
+        """The ids of all checkpoints, ordered so that the first ones differ in run and time."""
         assert self.runs is not None
         rounds = max(len(run) for run in self.runs.values())
         return [
