@@ -117,7 +117,7 @@ def _has_kernels(device: torch.device) -> bool:
 
 
 def _pieces_on(device: torch.device) -> tuple[int, int]:
-    """Return the largest size of a transform for one parameter, and for several together."""
+    """Return how many complex numbers a transform may have for one parameter, and for several."""
     if device.type != "cuda":
         most = _PIECE if _has_kernels(device) else _PIECE_OF_GPU
         return most, most

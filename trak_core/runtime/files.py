@@ -125,9 +125,9 @@ def disk_full_error(path: Path, reason: str) -> InputError:
 def atomic_write(path: Path) -> Generator[Path, None, None]:
     """Yield the path of a temporary file. At the end, the file is renamed to ``path``.
 
-    The temporary file is hidden, and in the same folder, which is created if it does not exist. If
-    an exception occurs, for example because the disk is full, ``path`` is unchanged. If the
-    process is killed, the temporary file remains until a process on the same machine writes
+    The temporary file is a hidden file in the folder of ``path``, which is created if it does not
+    exist. If an exception occurs, for example because the disk is full, ``path`` is unchanged. If
+    the process is killed, the temporary file remains until a process on the same machine writes
     ``path`` again.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -180,7 +180,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def write_record(path: Path, values: dict[str, Any]) -> None:
-    """Write values and their hash atomically as JSON, unless the folder is read-only."""
+    """Write values and their hash to a JSON file, unless its folder is read-only."""
     try:
         with atomic_write(path) as partial:
             text = json.dumps({"known": values, "digest": _digest(values)}, indent=1)

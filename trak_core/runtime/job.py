@@ -274,7 +274,10 @@ def run_script(job: Any) -> None:
 
 
 def run(job: Any) -> None:
-    """Call the stage of a job with those of the job's values that are arguments of the stage."""
+    """Call the stage of a job.
+
+    It gets the job's files, params, resources and wildcards that have the names of its arguments.
+    """
     specified = {**dict(job.params.items()), **dict(job.input.items()), **dict(job.output.items())}
     values = {"threads": job.threads, **dict(job.wildcards.items()), **dict(job.resources.items())}
     # If an input file has the same name as a wildcard, the stage gets the file.

@@ -27,7 +27,7 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A condition on the columns of targets: comparisons that are joined by and, or, and not.
+    """A condition on the columns of targets: comparisons joined by ``and``, ``or`` and ``not``.
 
     Example:
         >>> import numpy as np

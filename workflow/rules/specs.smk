@@ -59,12 +59,12 @@ def selected_targets(w):
 
 
 def of_checkpoints(pattern, checkpoints=specs.checkpoints):
-    """Return a file for each checkpoint. In `pattern`, only `{c}` is replaced, by its id."""
+    """Return a file for each checkpoint, whose id replaces `{c}` in `pattern`."""
     return [f"{folder}/{pattern}".replace("{c}", c) for c in checkpoints]
 
 
 def of_ends(pattern):
-    """Return a file for the last checkpoint of each run. In `pattern`, its id replaces `{c}`."""
+    """Return a file for the last checkpoint of each run. The checkpoint's id replaces `{c}`."""
     return of_checkpoints(pattern, specs.self_influence.ends)
 
 

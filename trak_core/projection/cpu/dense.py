@@ -54,9 +54,10 @@ def _fill_table(n):
 
     @vector_intrinsic
     def fill_table(builder, tables, table, x, row):
-        """Store the sums of rows row, row + 8, row + 16 and row + 24 of ``x`` with all 16 signs.
+        """Store 16 sums of the rows row, row + 8, row + 16 and row + 24 of ``x``.
 
-        If bit i of a sum's index in the table is set, row + 8 i has a minus sign, else a plus sign.
+        The sums differ in the signs of the rows. If bit i of a sum's index in the table is set,
+        row + 8 i has a minus sign, else a plus sign.
         """
         positions = [
             [builder.add(row, INT64(8 * i + tile * _BLOCK)) for tile in range(n)] for i in range(4)

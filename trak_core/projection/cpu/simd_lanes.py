@@ -36,10 +36,11 @@ _CACHE_FOLDER = Path(
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """Return a function that Numba compiles, and that releases the global interpreter lock.
+    """Return a function that Numba compiles when it is first called.
 
-    Machine code is cached in NUMBA_CACHE_DIR if this variable is set, else in ``__pycache__`` next
-    to this file, or in the user's cache folder if ``__pycache__`` is not writable.
+    Calls release the global interpreter lock. Machine code is cached in NUMBA_CACHE_DIR if this
+    variable is set, else in ``__pycache__`` next to this file, or in the user's cache folder if
+    ``__pycache__`` is not writable.
     """
     # ``njit`` reads the cache folder from this setting.
     before = config.CACHE_DIR  # pyright: ignore[reportAttributeAccessIssue]

@@ -240,7 +240,7 @@ def tensor_core_kernel(tile: Tile, bfloat16: bool, flush: int) -> Any:
 
     @unrolled(n_sums)
     def write(i, first_row, n_rows, first_column, line, proj_dim, totals, sums, partials):
-        """Write sum i of a thread, whose first sum is for ``first_row`` and ``first_column``."""
+        """Write sum i of a thread. Its first sum is at ``first_row`` and ``first_column``."""
         m, n = (i >> 2) // sample_tiles, (i >> 2) % sample_tiles
         row = first_row + 8 * n + (i & 1)
         j = first_column + 32 * (m >> 1) + 2 * (m & 1) + (i >> 1 & 1)

@@ -144,7 +144,7 @@ def widen(value):
 
 @device_function
 def widen_bfloat16(bits):
-    """Convert the bits of a bfloat16 gradient, int16, to float32."""
+    """Convert a bfloat16 gradient, whose bits are stored as int16, to float32."""
     return _bits_as_float(uint32(uint32(int32(bits)) << uint32(16)))
 
 
