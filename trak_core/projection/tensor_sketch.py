@@ -284,8 +284,8 @@ class OuterProducts:
         k, (n_samples, n_tokens) = self.spec.proj_dim, left.shape[:2]
         has_kernels = _has_kernels(left.device)
         most, most_held = (n // k for n in _pieces_on(left.device))
-        # On a GPU, count sketches are computed by indexing. For every k entries of a factor, this takes
-        # as much memory as a sketch.
+        # On a GPU, count sketches are computed by indexing. For every k entries of a factor, this
+        # takes as much memory as a sketch.
         runs = 1 if has_kernels else -(-max(self.spec.shapes[number]) // k)
         if 2 * runs * n_samples * n_tokens <= most_held:
             if not len(self._held):
