@@ -1,4 +1,4 @@
-"""A Snakemake executor that runs Python scripts as forks of a process with imported modules."""
+"""A Snakemake executor that forks a process with imported modules to run Python scripts."""
 
 from snakemake.executors.local import common_settings as common_settings  # jobs are local jobs
 

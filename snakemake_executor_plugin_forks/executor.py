@@ -51,7 +51,7 @@ class Executor(LocalExecutor):
         PythonScript.execute_script = execute_script
 
     def run_job(self, job: Any) -> None:
-        """Run a job, after starting the server that forks processes if it is not running."""
+        """Run a job. If the server from which scripts are forked is not running, start it first."""
         start()
         super().run_job(job)
 
@@ -59,10 +59,10 @@ class Executor(LocalExecutor):
 def execute_script(self: PythonScript, fname: str, edit: bool = False) -> None:
     """Run the Python script of a job in a fork.
 
-    If the script needs another Python or another shell, it runs in a new process, as in Snakemake.
+    If the script needs another Python or another shell, Snakemake runs it in a new process.
 
     Raises:
-        CalledProcessError: If the script fails, as in Snakemake.
+        CalledProcessError: If the script fails.
     """
     other_python = self.conda_env, self.container_img, self.env_modules, self.shadow_dir
     other_shell = self.resources.get("shell_exec"), shell._process_prefix, shell._process_suffix
@@ -86,7 +86,7 @@ def execute_script(self: PythonScript, fname: str, edit: bool = False) -> None:
 
 
 def _explain(rule: str, number: int) -> None:
-    """Log the signal that ended the script of a rule, and the probable cause."""
+    """Log which signal ended the script of a rule. For SIGKILL, also log the probable cause."""
     name = signal.Signals(number).name if number in list(signal.Signals) else f"signal {number}"
     cause = (
         " The system sends this signal when memory runs out. Give the job more memory, or run "

@@ -1,4 +1,4 @@
-"""Import modules in advance in multiprocessing's forkserver, which imports this module first."""
+"""Import the modules to preload in multiprocessing's forkserver, which imports this module."""
 
 from snakemake_executor_plugin_forks.server import serve
 

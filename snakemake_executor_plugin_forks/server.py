@@ -1,4 +1,4 @@
-"""Run Python scripts as forks of one process that has already imported the modules they need.
+"""Run Python scripts as forks of one process that has already imported large modules.
 
 This process is the forkserver of Python's ``multiprocessing``. If a script could behave differently
 in a fork than in a new Python process, the fork replaces itself by a new one (README.md).
@@ -33,13 +33,13 @@ NO_ARROW_THREAD = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 # Snakemake's plugin for S3 sets the last two.
 _NEVER_READ = {*TEMPORARY, *NO_ARROW_THREAD}
 _NEVER_READ |= {"AWS_REQUEST_CHECKSUM_CALCULATION", "AWS_RESPONSE_CHECKSUM_VALIDATION"}
-# The variable with a request to the server as JSON: the names to import, the environment variables
-# of scripts, and the process id of Snakemake.
+# The environment variable that tells the server, as JSON, the names to import, the environment
+# variables of scripts, and the process id of Snakemake.
 _REQUEST = "SNAKEMAKE_FORKS_SERVER"
 _TASKS, _OOM_SCORE = Path("/proc/self/task"), Path("/proc/self/oom_score_adj")
 
 _context = multiprocessing.get_context("forkserver")
-# Guards multiprocessing's list of processes, which is not thread-safe.
+# Protects multiprocessing's list of processes, which is not thread-safe.
 _lock = threading.Lock()
 _modules: list[str] = []
 _is_started = False
@@ -52,7 +52,7 @@ _server = 0
 
 
 def set_preload(modules: Sequence[str]) -> None:
-    """Set the names that the server imports. Names that end with ``()`` are also called."""
+    """Set the names that the server imports. If a name ends with ``()``, it is also called."""
     _modules[:] = modules
 
 
@@ -94,7 +94,10 @@ def _end_running() -> None:
 
 
 def _end_with_parent(process: int) -> None:
-    """Make this process end with its parent, or now if the parent ``process`` has ended."""
+    """Make this process end when its parent ends, or now if this parent has already ended.
+
+    ``process`` is the id of the parent.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     try:
@@ -104,7 +107,7 @@ def _end_with_parent(process: int) -> None:
 
 
 def serve() -> None:
-    """Import the names that ``set_preload`` was given. This function runs in the server."""
+    """Import, in the server process, the names that ``set_preload`` was given."""
     global _at_import, _server
     _server = os.getpid()
     # Ctrl-C ends the scripts and the process that waits for them. It must not end the server.

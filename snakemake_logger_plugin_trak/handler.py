@@ -39,7 +39,7 @@ _ERROR = re.compile(r"^(?:Error: |Traceback \(most recent).*", re.M | re.S)
 
 
 class _Lines(DefaultFormatter):
-    """A formatter that shows one line with the number of jobs, and one line when a job starts."""
+    """A formatter that shows the number of jobs in one line, and one line when each job starts."""
 
     def __init__(self, show_failed_logs: bool) -> None:
         super().__init__(set(), show_failed_logs)
@@ -73,8 +73,10 @@ class _Lines(DefaultFormatter):
     @property
     def kept(self) -> str:
         """A text about finished jobs if a job has failed, else an empty string."""
-        kept = f"Finished jobs are kept, {self._done} of {self._total}. Correct the error, and run "
-        return f"{kept}the same command again to continue.\n" if self._has_failed else ""
+        kept = (
+            f"The results of {self._done} of {self._total} jobs are kept. Correct the error, and "
+        )
+        return f"{kept}run the same command again to continue.\n" if self._has_failed else ""
 
     def format_run_info(self, msg: dict[str, Any]) -> str:
         counts = {rule: n for rule, n in msg["stats"].items() if rule != "total"}

@@ -5,8 +5,8 @@
     attributor = Attributor(model, "image_classification", checkpoints).fit(train_data)
     scores = attributor.score(target_data)
 
-This package must be fast to import, because Snakemake imports it for every run. Therefore only the
-modules that use torch, numba or h5py import them.
+This package must be fast to import, because Snakemake imports it for every run. Therefore torch,
+numba and h5py are imported only by the modules that use them.
 """
 
 # ruff: file-ignore[non-empty-init-module]
@@ -38,7 +38,8 @@ def open(results: str | Path = "results") -> Any:
     """
     if not Path(results).is_dir():
         raise InputError(
-            f"{results}: this must be a folder with the results of a run. Found no folder.",
+            f"{results}: this must be a folder with the results of a run. Found no folder. Pass "
+            "the path of the folder that the config names as `results`.",
             code="artifacts.no_results",
         )
     return import_module("trak_core.queries.open_run").OpenRun(Path(results))

@@ -1,6 +1,7 @@
 """Hash the code and files on which a job depends, so that Snakemake notices changes.
 
-Every start of Snakemake imports this module, so it imports only the standard library.
+Snakemake imports this module whenever it starts. To be fast, the module imports only the standard
+library.
 """
 
 import ast
@@ -16,7 +17,7 @@ from trak_core.errors import InputError
 
 _PACKAGE = Path(__file__).parent
 _CODE = {".py", ".j2", ".css"}
-# Folders of code that only some jobs run. ``stage_files`` adds what a stage uses from them.
+# Folders of code that only some jobs run. ``stage_files`` returns those parts that a stage uses.
 _NOT_SHARED = {"command", "compat", "queries", "report", "stages", "workflow"}
 _STAGES_WITH_PAGES = {"draw_influences", "write_report"}
 _Name = tuple[str, ...]
@@ -46,9 +47,9 @@ def code_digest(*parts: str) -> str:
 
 
 def stage_files(module: str) -> list[str]:
-    """Return the files and folders of a stage's code that ``code_digest()`` does not include.
+    """Return the files and folders of a stage's code that are not shared by all stages.
 
-    ``module`` is the dotted name of the stage's module.
+    They are not included in ``code_digest()``. ``module`` is the dotted name of the stage's module.
     """
     stage = module.rpartition(".")[2]
     return ["stages/_shared.py", f"stages/{stage}.py", *["report"] * (stage in _STAGES_WITH_PAGES)]
@@ -81,8 +82,8 @@ def _imported(file: Path, name: _Name) -> Iterable[_Name]:
 def study_modules(study: Path, folders: Sequence[Path] = ()) -> dict[_Name, Path]:
     """Return the files of a study and of all local modules that it imports, by the module's name.
 
-    Imports inside functions are included. Modules are searched for in ``folders``, or by default in
-    the study's folder.
+    Modules that are imported inside functions are included. Modules are searched for in
+    ``folders``, or by default in the study's folder.
     """
     if study.suffix != ".py" or not study.is_file():
         kind = "a file with another ending" if study.is_file() else "no such file"

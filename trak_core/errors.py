@@ -1,4 +1,4 @@
-"""The exceptions of the package, and functions that recognize full memory and full disks."""
+"""The exceptions of the package, and functions that recognize a lack of memory or disk space."""
 
 import errno
 import os
@@ -10,8 +10,8 @@ class InputError(ValueError):
     """The error for input that cannot be used. Jobs print the message without a traceback.
 
     Attributes:
-        code: An identifier of the broken rule, such as ``"gradients.label_value"``. Unlike the text
-            of the message, the code does not change between versions.
+        code: An identifier of the violated requirement, such as ``"gradients.label_value"``. Unlike
+            the text of the message, the code does not change between versions.
     """
 
     def __init__(self, message: str, code: str | None = None):
@@ -29,7 +29,7 @@ def first_line(error: BaseException) -> str:
 
 
 def listed(values: Iterable[object]) -> str:
-    """Return a text with the first eight values and the number of further values, if any."""
+    """Return a text that lists the first eight values, and the number of any further values."""
     texts = [str(value) for value in values]
     shown = ", ".join(texts[:8])
     return f"{shown} and {len(texts) - 8} more" if len(texts) > 8 else shown
@@ -56,7 +56,7 @@ def disk_full_reason(error: BaseException) -> str | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means that memory could not be allocated, on any device."""
+    """Return whether an error means that memory on a CPU or a GPU could not be allocated."""
     if isinstance(error, MemoryError | OSError):
         return isinstance(error, MemoryError) or error.errno == errno.ENOMEM
     # torch raises an OutOfMemoryError for a GPU, and a plain RuntimeError for the CPU.

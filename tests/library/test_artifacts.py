@@ -114,7 +114,7 @@ def test_int8_frames_are_read_by_their_scales(tmp_path):
             assert np.array_equal(read[part], by_hand[part])
     for bad in (np.nan, np.inf, -np.inf, np.finfo(np.float32).max):
         rows[2, 7] = bad
-        with pytest.raises(ArtifactError, match=r"must be finite, but 'features/.*values' is not"):
+        with pytest.raises(ArtifactError, match=r"finite, but 'features/.*values' contains NaN"):
             features(tmp_path / "b.h5", rows, np.int8)
     assert not (tmp_path / "b.h5").exists()
 
@@ -235,7 +235,7 @@ def test_zeros_in_place_of_values_are_found_by_the_content_hash(chunked, tmp_pat
     data, chunk = chunked
     data[chunk.byte_offset : chunk.byte_offset + chunk.size] = bytes(chunk.size)
     (tmp_path / "a.h5").write_bytes(data)
-    with pytest.raises(ArtifactError, match="its content hash differs"):
+    with pytest.raises(ArtifactError, match="the hash of its content differs"):
         verify(tmp_path / "a.h5")
 
 
@@ -397,10 +397,10 @@ def as_little(file, name, _other):
 PLACES = {
     as_external_link: "'{}' is a link to another object",
     as_soft_link: "'{}' is a link to another object",
-    as_virtual_dataset: "'{}' has its values in another file",
-    as_external_storage: "'{}' has its values in another file",
-    as_nothing: r"'{}' has the shape \(1048576, 1048576\) and .*, but only 0 bytes are stored",
-    as_little: r"'{}' has the shape \(4096, 2\) and dtype float32, but only 24 bytes are stored",
+    as_virtual_dataset: "'{}' stores its values in another file",
+    as_external_storage: "'{}' stores its values in another file",
+    as_nothing: r"'{}' has shape \(1048576, 1048576\) and .*, but .* only 0 bytes of its values",
+    as_little: r"'{}' has shape \(4096, 2\) and dtype float32, but .* only 24 bytes of its values",
 }
 
 

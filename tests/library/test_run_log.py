@@ -95,7 +95,7 @@ def test_a_line_for_each_job_that_begins_and_the_error_of_one_that_failed(said, 
         "Found 7.",
         f"Log of the job: {tmp_path}/job.log",
         "What nobody has foreseen.",
-        "Finished jobs are kept, 1 of 3. Correct the error, and run the same command again to "
+        "The results of 1 of 3 jobs are kept. Correct the error, and run the same command again to "
         "continue.",
         "",
     ]

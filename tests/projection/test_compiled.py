@@ -81,13 +81,13 @@ def test_what_decides_the_code_decides_where_it_is_kept(monkeypatch, tmp_path):
         for bfloat16 in (False, True)
     ]
     paths = [
-        compiled.kept_path(".cubin", kernel, types, capability)
+        compiled.cache_path(".cubin", kernel, types, capability)
         for kernel in kernels
         for types in (("float32[:]",), ("float16[:]",))
         for capability in ((8, 0), (8, 6))
     ]
     monkeypatch.setattr(compiled, "_source", lambda: b"another")
-    paths.append(compiled.kept_path(".cubin", kernels[0], ("float32[:]",), (8, 0)))
+    paths.append(compiled.cache_path(".cubin", kernels[0], ("float32[:]",), (8, 0)))
     assert len(set(paths)) == len(paths) == 25
 
 
@@ -103,4 +103,4 @@ def test_code_is_kept_whole(tmp_path, monkeypatch):
         file.write_bytes(damage)  # as a power cut leaves it
         assert compiled.machine_code(*given) == b"code"
     assert len(calls) == 4
-    assert compiled.kept(file) == b"code"
+    assert compiled.read_cached(file) == b"code"

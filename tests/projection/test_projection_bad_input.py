@@ -94,5 +94,5 @@ def test_what_a_machine_lacks_is_named(monkeypatch):
             project_cuda([torch.ones((1, 9))], spec, 0, torch.zeros((1, 4)))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (6, 1))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "P40")
-    with refused("projection.capability", "7.0", "P40 has capability 6.1"):
+    with refused("projection.capability", "7.0", "P40, which has capability 6.1"):
         project_module.capability_of(torch.device("cuda", 0))

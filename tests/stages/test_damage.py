@@ -129,8 +129,8 @@ def features_file(path, **changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"outputs": np.float32([1, 2])}, r"'outputs' must have one entry .* 3 'sample_ids'"),
-        ({"sample_ids": [1, 2, 3, 4]}, r"'features/axis1' must have one entry .* 4 'sample_ids'"),
+        ({"outputs": np.float32([1, 2])}, r"'outputs' must have .* 3 ids in 'sample_ids'"),
+        ({"sample_ids": [1, 2, 3, 4]}, r"'features/axis1' must have .* 4 ids in 'sample_ids'"),
         ({"labels": np.zeros(3, complex)}, r"'labels' must have .* dtype complex128"),
     ],
 )

@@ -80,7 +80,9 @@ def test_gramians_of_a_checkpoint_that_changed_between_two_jobs_are_refused(
     folder, spec = finished("exact")
     digits.stages(tmp_path, checkpoints={"c1": digits.checkpoints["c2"]})
     shutil.copy(folder / "gramian/c1/train.h5", tmp_path / "gramian/c1")
-    with pytest.raises(InputError, match=r"c1/mine\.h5.*both splits.*'checkpoint'.*'sha256'"):
+    with pytest.raises(
+        InputError, match=r"c1/mine\.h5.*settings of the gradients.*'checkpoint'.*'sha256'"
+    ):
         solve("exact", tmp_path / "out.h5", tmp_path, spec.under("c1"))
 
 

@@ -140,5 +140,5 @@ def test_a_name_that_the_stage_does_not_take():
         **{"rule": "train_checkpoint", "threads": 1, "log": ["log"], "config": {"compute": {}}},
         params={"code": "train_checkpoint 01", "studyfile": "study.py"},
     )
-    with pytest.raises(TypeError, match="rule train_checkpoint does not take studyfile"):
+    with pytest.raises(TypeError, match="rule train_checkpoint must have the arguments studyfile"):
         run(job)

@@ -30,7 +30,7 @@ def small_disk(study):
 
 
 FULL = (
-    r"results/features/c0/train\.h5: the disk needs space for the file\. "
+    r"results/features/c0/train\.h5: the disk must have space for the file\. "
     r"Found: No space left on device, with \d+ MiB"
 )
 
@@ -88,8 +88,8 @@ def test_whatever_library_writes_the_error_is_the_same(tmp_path, library):
     status, log, _ = run_job(WRITERS[library], tmp_path, kilobytes=100)
     assert status == 1
     assert re.search(
-        r"^Error: \S*/file: the disk needs space for the file\. Found: (File too large|the table "
-        r"train differs from what was written), with \d+ MiB free\. The partial file was "
+        r"^Error: \S*/file: the disk must have space for the file\. Found: (File too large|the "
+        r"table train differs from what was written), with \d+ MiB free\. The partial file was "
         r"deleted\. Free some space, .* run snakemake again",
         log,
         flags=re.M,

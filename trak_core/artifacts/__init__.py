@@ -1,9 +1,10 @@
-"""Read and write HDF5 artifacts, format 2.
+"""Read and write artifacts, the HDF5 files in which jobs store their results (format version 2).
 
-An artifact gets its final name only when it is complete. It contains the settings that determine
-its content (``spec``), the software and the device that computed it (``provenance``), and a hash of
-its content. Matrices are stored in pandas' *fixed* layout: ``pandas.read_hdf(path, key)`` returns a
-labelled frame, and h5py reads the values from ``<key>/block0_values``.
+A file gets its final name only when it is complete. Besides the results, it contains the settings
+that determine them (``spec``), the software and the device that computed them (``provenance``), and
+a hash of the whole content. Matrices are stored in pandas' *fixed* layout, so
+``pandas.read_hdf(path, key)`` returns them with row and column ids. With h5py, the numbers are read
+from ``<key>/block0_values``.
 """
 
 from trak_core.artifacts.check_consistency import (

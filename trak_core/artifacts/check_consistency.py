@@ -1,4 +1,4 @@
-"""Raise an error for files that do not belong together or were written for another config."""
+"""Check that files belong together and were written for the current config."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,8 +10,8 @@ from trak_core.artifacts.format import TARGETS, ArtifactError
 from trak_core.artifacts.read import Artifact, open_artifact
 from trak_core.settings import FeaturesSpec, RetrainedSpec, ScoresSpec
 
-# For each checkpoint, the file of training samples and the file of targets must have the same
-# values for these keys of ``spec``.
+# The keys of ``spec`` whose values must be equal in two files of a checkpoint: the file with the
+# features of training samples, and the file with the features of targets.
 _SHARED = ("projection", "parameters_digest", "parameter_patterns", "model_output", "checkpoint")
 _SHARED += ("dtype", "study_digest")
 
@@ -41,13 +41,17 @@ def check_made_for(
 ) -> None:
     """Raise an error if an artifact was written for another config.
 
-    Snakemake does not notice this if the job that wrote the file ended after Snakemake itself. A
-    shard, which contains only some of the samples, also raises an error unless ``may_be_shard``.
+    If Snakemake was killed before the job that wrote the file ended, Snakemake has no record of the
+    job's params, and would use the file for any config.
+
+    A shard, which contains only some of the samples, also raises an error unless ``may_be_shard``.
     """
     if not may_be_shard:
-        check_same("shard (None for a whole split)", None, artifact.spec.get("shard"), artifact)
-    # Keys that the spec leaves out are also compared, because a file with such a key was written
-    # for other settings.
+        check_same(
+            "shard (None for a file of all samples)", None, artifact.spec.get("shard"), artifact
+        )
+    # ``as_dict`` omits some settings if they have their default values. A file that contains such a
+    # setting was written with another value, so these settings are also compared.
     expected: dict[str, Any] = dict.fromkeys(FeaturesSpec.LEFT_OUT) | spec.as_dict()
     actual = {key: artifact.spec.get(key) for key in expected}
     if isinstance(actual["projection"], dict):
@@ -58,14 +62,21 @@ def check_made_for(
 
 
 def check_retrained(artifact: Artifact, spec: RetrainedSpec, **more: Any) -> None:
-    """Raise an error if a file of retrained models was written for other settings."""
+    """Raise an error if a file of retrained models was written for other settings.
+
+    ``more`` contains further entries that the file's ``spec`` must have.
+    """
     expected = spec.as_dict() | more
     actual = {key: artifact.spec.get(key) for key in expected}
     check_same("settings of the current config", expected, actual, artifact)
 
 
 def selected_ids(paths: Sequence[Path], spec: FeaturesSpec) -> list[Any] | None:
-    """Return the ids of the selected targets in the first file, or None if there is no file."""
+    """Return the ids of the targets that an experiment's ``where`` condition selected.
+
+    ``paths`` contains the file with these ids. If the experiment has no condition, ``paths`` is
+    empty, and None is returned.
+    """
     for path in paths:
         with open_artifact(path, TARGETS) as file:
             digest = file.spec.get("targets_digest")
@@ -75,14 +86,15 @@ def selected_ids(paths: Sequence[Path], spec: FeaturesSpec) -> list[Any] | None:
 
 
 def check_splits(train: Artifact, targets: Artifact, spec: ScoresSpec) -> dict[str, Any]:
-    """Return the settings that files of training samples and of targets must share.
+    """Return the settings that determined the features of both training samples and targets.
 
-    Raise an error if these settings, such as the projection, differ between the two files.
+    Raise an error if these settings, such as the projection, differ between the two files, or if a
+    file was written for another config.
     """
     check_made_for(train, spec.of_train())
     check_made_for(targets, spec.of_targets())
     shared, actual = ({key: file.spec.get(key) for key in _SHARED} for file in (train, targets))
-    check_same("specification of both splits", shared, actual, targets)
+    check_same("settings of the gradients", shared, actual, targets)
     return shared
 
 
@@ -100,7 +112,8 @@ def check_together(files: Sequence[Artifact], spec: ScoresSpec) -> None:
         # The stream of random numbers is different for each checkpoint, so it is not compared.
         expected, actual = (f.spec["projection"] | {"stream": None} for f in (first, file))
         check_same("projection", expected, actual, file)
-        # The study's data files may have changed between the jobs of two checkpoints.
+        # Samples are compared because the study's data may have changed between the jobs of two
+        # checkpoints.
         for key in ("train_ids", "target_ids", "train_labels", "target_labels"):
             if not np.array_equal(first.vector(key), file.vector(key)):
                 check_same(key.replace("_", " "), first.ids(key), file.ids(key), file)

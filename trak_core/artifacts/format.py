@@ -1,11 +1,12 @@
-"""Define the file format of artifacts: kinds of files, layout, JSON objects and content hash.
+"""Define the file format of artifacts, the HDF5 files in which jobs store their results.
 
 Each dataset has Fletcher-32 checksums, and the layout of HDF5 1.10 has checksums of all metadata.
-Therefore h5py and pandas detect a flipped bit when they read it.
+Therefore h5py and pandas raise an error when they read a flipped bit.
 
-The attributes ``spec`` and ``provenance`` contain JSON without lists, because an attribute is
-limited to 64 KiB, and lists can be longer in a large study. Each list is stored as a vector with a
-JSON text for each element, in a group with the name of the attribute. To read them with h5py:
+The attributes ``spec`` and ``provenance`` contain mappings as JSON, but without their lists. An
+attribute is limited to 64 KiB, and the lists of a large study can be longer. They are stored in a
+group that has the same name as the attribute. Each list is a vector in this group, with one JSON
+text for each element. To read a mapping with h5py:
 
     spec = json.loads(file.attrs["spec"])
     for key, rows in file.get("spec", {}).items():
@@ -67,7 +68,7 @@ CHECKPOINT_SCORES = ArtifactKind(
 GRAMIAN = ArtifactKind(
     "trak-gramian", ("gramian", "outputs", "sample_ids"), "compute_gramian", _OF_SAMPLES
 )
-# Without a projection, another rule writes the scores of checkpoints.
+# With ``projection: exact``, another rule writes the scores of each checkpoint.
 EXACT_SCORES = replace(CHECKPOINT_SCORES, rule="compute_exact_scores")
 SCORES = ArtifactKind("trak-scores", ("top_influences", "targets", "train"), "average_scores")
 RETRAINED = ArtifactKind("trak-retrained", ("masks", "outputs", "predictions"), "retrain_subsets")
@@ -81,14 +82,15 @@ TOKEN_SCORES = ArtifactKind("trak-token-scores", ("tokens", "layers"), "compute_
 _TABLES = ("summary", "targets", "checkpoints")
 EVALUATION = ArtifactKind("trak-evaluation", _TABLES, "evaluate_scores")
 REMOVALS = ArtifactKind("trak-evaluation", ("summary", "targets"), "compare_removals")
-# ``verify`` takes the first of these kinds whose encoding type and keys a file has.
+# ``verify`` returns the first of these kinds that has the file's encoding type, and whose keys are
+# all in the file.
 KINDS = (FEATURES, NORMAL_MATRIX, GRAMIAN, CHECKPOINT_SCORES, SCORES, RETRAINED)
 KINDS += (EMBEDDINGS, SELF_INFLUENCE, ANSWERS, GROUPS, OUTPUTS, TARGETS, TOKEN_SCORES)
-KINDS += (EVALUATION, REMOVALS)  # EVALUATION is first, because it also has all keys of REMOVALS.
+KINDS += (EVALUATION, REMOVALS)  # The keys of REMOVALS are also in every EVALUATION file.
 
 
 class ArtifactError(InputError):
-    """The error for an artifact that is missing, damaged, or made for other settings."""
+    """The error for an artifact that is missing, damaged, or was written for other settings."""
 
 
 def ids_array(ids: Sequence[Any] | np.ndarray) -> np.ndarray:
@@ -99,7 +101,7 @@ def ids_array(ids: Sequence[Any] | np.ndarray) -> np.ndarray:
 
 
 def plain_ids(stored: np.ndarray) -> list[Any]:
-    """Return ids that were read from a file as Python integers or strings."""
+    """Return the ids in an array as Python integers or strings. Bytes are decoded as UTF-8."""
     values = stored.tolist()
     return [i.decode() for i in values] if stored.dtype.kind == "S" else values
 
@@ -131,8 +133,8 @@ def add_rows(digest: "hashlib.blake2b", name: str, block: np.ndarray) -> None:
 def content_hash(file: h5py.File, known: Mapping[str, str] | None = None) -> str:
     """Return a hash of all names, attributes, dtypes, shapes and values in a file.
 
-    The hash has 32 hexadecimal digits. Datasets are not read if ``known`` contains a hash of their
-    values. A number that is NaN or infinite raises a ``ValueError``.
+    The hash has 32 hexadecimal digits. ``known`` may contain hashes of the values of datasets, by
+    name. These datasets are then not read. Raise a ``ValueError`` if a number is NaN or infinite.
     """
     digest, known = new_hash(), known or {}
 
@@ -156,7 +158,7 @@ def content_hash(file: h5py.File, known: Mapping[str, str] | None = None) -> str
 
 
 def put_attributes(node: h5py.Group | h5py.Dataset, **attributes: Any) -> None:
-    """Write attributes, with texts as UTF-8 strings of fixed length, as PyTables requires."""
+    """Write attributes. Strings become UTF-8 of fixed length, the only kind that PyTables reads."""
     for name, value in attributes.items():
         if isinstance(value, str):
             text = value.encode()
@@ -167,7 +169,7 @@ def put_attributes(node: h5py.Group | h5py.Dataset, **attributes: Any) -> None:
 
 
 def write_object(file: h5py.File, name: str, value: Mapping[str, Any]) -> None:
-    """Write a mapping of plain values: lists as datasets, and the rest as an attribute."""
+    """Write a mapping of JSON values: each list as a dataset, and the rest as one attribute."""
     lists = {key: part for key, part in value.items() if isinstance(part, list | tuple)}
     others = {key: part for key, part in value.items() if key not in lists}
     put_attributes(file, **{name: json.dumps(others, sort_keys=True)})
@@ -193,7 +195,7 @@ def read_object(file: h5py.File, name: str) -> dict[str, Any]:
 
 
 def scales_of(key: str) -> str:
-    """Return the name of the vector that has a scale for each row of the int8 matrix ``key``."""
+    """Return the name of the vector with the scale of each row of the int8 matrix ``key``."""
     return f"{key}_scales"
 
 
@@ -238,9 +240,9 @@ _PLAIN_FILTERS = {h5py.h5z.FILTER_FLETCHER32, h5py.h5z.FILTER_SHUFFLE}
 
 
 def check_stored(file: h5py.File, name: str) -> None:
-    """Raise a ``ValueError`` if an object is a link, or a dataset that lacks some of its values.
+    """Raise a ``ValueError`` for a link, or for a dataset whose values are not all in the file.
 
-    HDF5 would return zeros for values that a file does not contain.
+    For values that the file does not contain, HDF5 would return zeros.
     """
     if not isinstance(file.get(name, getlink=True), h5py.HardLink):
         raise ValueError(f"{name!r} is a link to another object")
@@ -248,15 +250,15 @@ def check_stored(file: h5py.File, name: str) -> None:
     if not isinstance(dataset, h5py.Dataset):
         return
     if dataset.is_virtual or dataset.external:
-        raise ValueError(f"{name!r} has its values in another file")
+        raise ValueError(f"{name!r} stores its values in another file")
     plist, stored = dataset.id.get_create_plist(), dataset.id.get_storage_size()
     filters = {plist.get_filter(i)[0] for i in range(plist.get_nfilters())}
     most = stored if filters <= _PLAIN_FILTERS else stored * _MOST_UNPACKED
     n_bytes = math.prod(dataset.shape or ()) * dataset.dtype.itemsize
     if dataset.shape is None or n_bytes > most or stored > file.id.get_filesize():
         raise ValueError(
-            f"{name!r} has the shape {dataset.shape} and dtype {dataset.dtype}, but only {stored} "
-            "bytes are stored"
+            f"{name!r} has shape {dataset.shape} and dtype {dataset.dtype}, but the file contains "
+            f"only {stored} bytes of its values"
         )
 
 
@@ -277,18 +279,21 @@ def _check_frame(name: str, group: h5py.Group) -> None:
     for axis in (rows, columns):
         if axis.ndim != 1 or axis.dtype.kind not in "iuS":
             raise ValueError(
-                f"{axis.name!r} must be a vector of integers or strings, but has {_described(axis)}"
+                f"{axis.name!r} must be a vector of integers or strings. Found {_described(axis)}"
             )
     expected = (rows.size, columns.size)
     if values.shape != expected or values.dtype.kind not in "fiu":
         raise ValueError(
-            f"{name!r} must contain numbers of shape {expected} to match its row and column ids, "
-            f"but it has {_described(values)}"
+            f"{name!r} must contain numbers of shape {expected} to match its row and column ids. "
+            f"Found {_described(values)}"
         )
     if values.dtype == np.int8:
         scales = dataset_in(group.file, scales_of(name))
         if scales.shape != rows.shape or scales.dtype != np.float32:
-            raise ValueError(f"{scales.name!r} must contain {rows.size} scales of dtype float32")
+            raise ValueError(
+                f"{scales.name!r} must contain {rows.size} numbers of dtype float32. Found "
+                f"{_described(scales)}"
+            )
 
 
 def check_layout(file: h5py.File, kind: ArtifactKind) -> None:
@@ -306,6 +311,6 @@ def check_layout(file: h5py.File, kind: ArtifactKind) -> None:
             vector = dataset_in(file, name)
             if vector.shape != (size,) or vector.dtype.kind not in "fiubS":
                 raise ValueError(
-                    f"{name!r} must have one entry for each of the {size} {ids!r}, but it has "
+                    f"{name!r} must have one entry for each of the {size} ids in {ids!r}. Found "
                     f"{_described(vector)}"
                 )

@@ -47,10 +47,11 @@ def _text(attribute: Any) -> Any:
 
 
 class Artifact:
-    """A file to read. ``open_artifact`` checks the metadata and returns the file.
+    """A finished artifact, whose matrices, vectors and tables can be read from its file.
 
-    The file is opened when values are read. Only the 64 files that were read last stay open,
-    because an open HDF5 file takes 0.8 MB, and most systems allow a process 1,024 open files.
+    ``open_artifact`` returns an instance after checking the file. Only the 64 files that were read
+    last stay open, because an open HDF5 file takes 0.8 MB, and most systems allow a process 1,024
+    open files. Other files are opened again when they are read.
     """
 
     # The open files of all artifacts, in the order in which they were last used.
@@ -67,9 +68,10 @@ class Artifact:
         self._seen = _signature(path)
 
     def _refused(self, must: str, finding: str) -> ArtifactError:
+        maker = f"rule {self.kind.rule}" if self.kind.rule else "its rule"
         return ArtifactError(
             f"{self.path}: {must}. {finding}. Delete the file and run snakemake again, so that "
-            f"rule {self.kind.rule} remakes it.",
+            f"{maker} remakes it.",
             code="artifacts.damaged",
         )
 
@@ -85,13 +87,13 @@ class Artifact:
             raise self._refused(must, f"{doing} failed: {first_line(error)}") from error
 
     def _file(self) -> h5py.File:
-        """Return the open file. Raise an ``OSError`` if it was replaced since the first check."""
+        """Return the open file. Raise an ``OSError`` if it was replaced after ``__init__``."""
         file = self._open.pop(self, None)
         if file is None:
             while len(self._open) >= _MOST_OPEN:
                 next(iter(self._open)).close()
-            # There is no chunk cache, because each block is read only once, and no lock, because a
-            # complete file does not change, and some disks do not support locks.
+            # A chunk cache would not help, because each block is read only once. The file is not
+            # locked, because it no longer changes, and some file systems do not support locks.
             file = h5py.File(self.path, "r", rdcc_nbytes=0, locking=False)
             if _signature(self.path) != self._seen:
                 file.close()
@@ -130,7 +132,7 @@ class Artifact:
 
     @property
     def file(self) -> h5py.File:
-        """The open file. It may be closed when another artifact is read."""
+        """The open HDF5 file. It may be closed when another artifact is read."""
         try:
             return self._file()
         except OSError as error:
@@ -184,7 +186,7 @@ class Artifact:
         return float(np.asarray(self._read(key, ())))
 
     def table(self, key: str) -> "pd.DataFrame":
-        """Return the table that ``pandas.read_hdf`` returns, without loading pickled data."""
+        """Return a table as ``pandas.read_hdf`` would, but without loading pickled data."""
         import pandas as pd
 
         with self._explained(f"Reading {key!r}"):
@@ -197,7 +199,7 @@ class Rows:
     """The values of a matrix in a file. ``rows[start:stop]`` reads rows from the file.
 
     ``key`` is the name of the dataset. If its values are int8, ``scales`` is the name of the
-    dataset with a scale for each row, and rows are returned as float32.
+    dataset with a scale for each row. Rows are multiplied by their scales, which gives float32.
     """
 
     artifact: Artifact
@@ -225,12 +227,13 @@ class Rows:
 def open_artifact(path: Path, kind: ArtifactKind) -> Generator[Artifact, None, None]:
     """Yield an artifact for a ``with`` block, after checking its metadata.
 
-    Reading damaged numbers raises an error, unless both the numbers and their checksum became
-    zeros. ``verify`` also detects this case.
+    Numbers are checked by checksums when they are read. These checks miss only damage that turned
+    both the numbers and their checksum into zeros. ``verify`` also detects such damage.
 
     Raises:
-        ArtifactError: If the file is missing, damaged, incomplete, of another kind or version, or
-            has shapes that do not match. The message names the rule that writes the file again.
+        ArtifactError: If the file is missing, damaged, incomplete, or of another kind or version,
+            or if the shapes of its arrays do not match. The message names the rule that writes the
+            file again.
 
     Example:
         >>> import tempfile
@@ -253,8 +256,8 @@ def open_artifact(path: Path, kind: ArtifactKind) -> Generator[Artifact, None, N
 
 
 def verify(path: Path) -> ArtifactKind:
-    """Return the kind of an artifact, after checking all of its content by a hash."""
-    artifact = Artifact(path, ArtifactKind("trak-*", (), "of that name"))
+    """Return the kind of an artifact, after checking that its content has the stored hash."""
+    artifact = Artifact(path, ArtifactKind("trak-*", (), ""))
     with contextlib.closing(artifact), artifact._explained():
         artifact.check_values()
         file = artifact.file
@@ -267,7 +270,7 @@ def verify(path: Path) -> ArtifactKind:
         artifact.kind = next(has_keys, alike[-1])
         artifact.check_metadata()
         if artifact.content_hash != content_hash(file):
-            raise ValueError("its content hash differs")
+            raise ValueError("the hash of its content differs from the stored hash")
     return artifact.kind
 
 
@@ -283,24 +286,29 @@ def read_frame(path: Path, key: str) -> tuple[np.ndarray, list[Any], list[Any]]:
             parts = [f"{key}/{part}" for part in ("block0_values", "axis1", "axis0")]
             if any(part not in file for part in parts) or f"{key}/block1_values" in file:
                 holds = ", ".join(file) or "nothing"
-                raise ValueError(f"{holds}, but not in pandas' fixed layout, or of several dtypes")
+                raise ValueError(f"{holds}, but no frame of one dtype in pandas' fixed layout")
             for name in (key, *parts):
                 check_stored(file, name)
             values, index, columns = (np.asarray(dataset_in(file, part)) for part in parts)
             row_ids, column_ids = plain_ids(index), plain_ids(columns)
         kinds = {index.dtype.kind, columns.dtype.kind}
         if values.dtype.kind not in "biuf" or not kinds <= set("iuS"):
-            raise ValueError(f"values of {values.dtype}, ids of {index.dtype} and {columns.dtype}")
-        if values.shape != (len(index), len(columns)) or not np.isfinite(values).all():
-            size = f"{len(index)} rows and {len(columns)} columns"
-            raise ValueError(f"values of shape {values.shape} for {size}, or values that are NaN")
+            raise ValueError(
+                f"values of dtype {values.dtype}, row ids of dtype {index.dtype} and column ids of "
+                f"dtype {columns.dtype}"
+            )
+        if values.shape != (len(index), len(columns)):
+            size = f"{len(index)} row ids and {len(columns)} column ids"
+            raise ValueError(f"values of shape {values.shape}, but {size}")
+        if not np.isfinite(values).all():
+            raise ValueError("values that are NaN or infinite")
     except MemoryError:
         raise
     except Exception as error:  # If a file is damaged, h5py can raise errors of any type.
         raise ArtifactError(
-            f"{path}: the file must be readable HDF5 with a complete frame {key!r} of finite "
-            "numbers. Row ids must be all integers or all strings, and so must column ids. Found: "
-            f"{first_line(error)}. Write the frame with `frame.to_hdf(path, "
+            f"{path}: the file must be HDF5, and contain a complete frame {key!r} of finite "
+            "numbers. The row ids must be all integers or all strings, and so must the column ids. "
+            f"Found: {first_line(error)}. Write the frame with `frame.to_hdf(path, "
             f"key={key!r}, format='fixed')`.",
             code="artifacts.frame",
         ) from error

@@ -37,11 +37,12 @@ if TYPE_CHECKING:  # At run time, only jobs that write a table import pandas.
     import pandas as pd
 
 _Table = dict[str, np.ndarray]  # the columns of a table, by name
-# The name of a column, its field in the stored table, and its index within the field.
+# Where a table's column is stored: its name, the field of the HDF5 table that contains it, and its
+# index within the field. pandas stores several columns in one field.
 _Column = tuple[str, str, int]
 _PIECE_ROWS = 2**18  # rows of a table that pandas writes at a time, which limits its memory
 _PANDAS_VERSION = "0.15.2"  # version of pandas' HDF5 layout; pandas 3 does not write this attribute
-# Attributes that PyTables and pandas need to read a matrix, in the order of storage.
+# The attributes without which PyTables and pandas could not read a matrix.
 _FRAME = {
     **{"CLASS": "GROUP", "VERSION": "1.0", "TITLE": "", "pandas_type": "frame"},
     **{"pandas_version": _PANDAS_VERSION, "encoding": "UTF-8", "errors": "strict"},
@@ -55,7 +56,10 @@ _UNNAMED = {"name": np.bytes_(b"N."), "transposed": np.uint8(1)}
 
 
 def _even(length: int, most: int) -> int:
-    """Return the length of chunks: ``most``, or less if padding would take more than 2 %."""
+    """Return the chunk size for an axis with ``length`` entries, at most ``most``.
+
+    HDF5 pads the last chunk of the axis. If this would add more than 2 %, chunks are made smaller.
+    """
     count = -(-length // max(1, most))
     return min(length, most) if count * most <= 1.02 * length else -(-length // max(1, count))
 
@@ -79,7 +83,8 @@ class MatrixWriter:
         else:
             block, scales = scaled_integers(np.broadcast_to(np.asarray(values), shape))
             if not np.isfinite(scales).all():
-                raise not_finite(self._path, ValueError(f"{self.name!r} is not"))
+                error = ValueError(f"{self.name!r} contains NaN, infinity, or too large numbers")
+                raise not_finite(self._path, error)
             self.scales[start:stop] = scales
         try:
             add_rows(self._hash, self.name, block)
@@ -101,14 +106,14 @@ class MatrixWriter:
 def not_finite(path: Path, error: Exception) -> ArtifactError:
     """Return the error for numbers in an artifact that are NaN or infinite."""
     return ArtifactError(
-        f"{path}: every number of an artifact must be finite, but {error}. Nothing was written.",
+        f"{path}: every number in the file must be finite, but {error}. The file was not written.",
         code="artifacts.not_finite",
     )
 
 
 @dataclass(slots=True)
 class Writer:
-    """The writer of an artifact, which ``create`` returns."""
+    """Write the content of a new artifact. ``create`` yields an instance."""
 
     path: Path
     file: h5py.File
@@ -170,7 +175,7 @@ class Writer:
     def table(
         self, key: str, rows: "pd.DataFrame | Mapping[str, np.ndarray]", searchable: Sequence[str]
     ) -> None:
-        """Write a table with pandas, after all other contents of the file.
+        """Add a table, which ``create`` writes with pandas at the end of the ``with`` block.
 
         ``rows`` is a frame, or a dict of arrays by column name. Readers can select rows by the
         ``searchable`` columns, with the argument ``where`` of ``pandas.read_hdf``.
@@ -200,7 +205,11 @@ def _pieces(rows: _Table) -> Iterator["pd.DataFrame"]:
 
 
 def _widths(rows: _Table, searchable: list[str]) -> dict[str, int]:
-    """Return the largest number of bytes of a text in each field of a stored table."""
+    """Return the size in bytes of the longest text in each field of a table.
+
+    pandas needs these sizes if a table is written in several pieces, because it creates the fields
+    for the first piece.
+    """
     widths: dict[str, int] = {}
     for name, values in rows.items():
         if values.dtype.kind in "OSTU":
@@ -214,13 +223,15 @@ def _widths(rows: _Table, searchable: list[str]) -> dict[str, int]:
 def _put_table(path: Path, key: str, rows: _Table, searchable: list[str]) -> list[_Column]:
     """Return the position of each column in a stored table, after writing the table with pandas.
 
-    pandas also stores the positions, but as a pickle, which could run code when it is loaded.
+    pandas also stores the positions, but as a pickle. ``Artifact`` does not load pickles, because
+    they could run code.
     """
     import pandas as pd
 
     # pandas writes checksums only if a compression library is named. Level 0 does not compress.
     packing: Any = {"track_times": False, "complib": "zlib", "complevel": 0}
-    # pandas 2 reads a text that equals nan_rep as a missing value. No text is this character.
+    # pandas 2 reads a text that equals nan_rep as a missing value. The default is "nan", which may
+    # be a real text, unlike this control character.
     packing["nan_rep"] = "\x1a"
     if _length(rows) > _PIECE_ROWS:
         packing["min_itemsize"] = _widths(rows, searchable)
@@ -238,7 +249,10 @@ def _put_table(path: Path, key: str, rows: _Table, searchable: list[str]) -> lis
 
 
 def _reads_back(path: Path, key: str, rows: _Table, columns: list[_Column]) -> bool:
-    """Return whether a table was written correctly, because PyTables does not report errors."""
+    """Return whether a stored table equals ``rows``.
+
+    This must be tested, because PyTables reports no error if it fails to write, as on a full disk.
+    """
     try:
         with h5py.File(path, locking=False) as file:
             table: Any = file[f"{key}/table"]
@@ -273,19 +287,20 @@ def create(
         kind: The kind of the file.
         spec: All settings that determine the content, as plain values. Lists may have any length.
             All other values together must fit into an attribute, which is limited to 64 KiB.
-        provenance: The software and the device that compute the content. It contains no times, so
-            that repeated runs write equal bytes.
+        provenance: The software and the device that compute the content. It must not contain the
+            time, so that repeated runs write equal bytes.
         attributes: Other attributes of the file.
     """
     with atomic_write(path) as partial:
-        # No other process uses the temporary file, and some disks do not support locks.
+        # The temporary file is not locked, because no other process uses it, and some file systems
+        # do not support locks.
         with h5py.File(partial, "w", libver=LIBVER, locking=False) as file:
             own = {"encoding-type": kind.encoding_type, "encoding-version": VERSION}
             put_attributes(file, **own, **attributes)
             write_object(file, "spec", spec)
             write_object(file, "provenance", provenance)
             writer = Writer(path, file)
-            # If the caller's block raises an exception, the file must not be finished.
+            # An exception in the caller's block must skip the rest, which completes the file.
             yield writer  # ruff: ignore[fallible-context-manager]
             known: dict[str, str] = {}
             for matrix in writer.matrices:
@@ -294,7 +309,8 @@ def create(
                     # With small chunks, reading a few rows also reads only a few scales.
                     writer.vector(scales_of(matrix.name.split("/")[0]), matrix.scales, chunk=1024)
             for key, _, _ in writer.tables:
-                file.create_group(key)  # A group that PyTables creates contains the time.
+                # A group that PyTables creates would contain the time of its creation.
+                file.create_group(key)
         # PyTables uses its own copy of the HDF5 library, so h5py must have closed the file.
         fields: dict[str, list[_Column]] = {}
         for key, rows, searchable in writer.tables:
@@ -319,8 +335,8 @@ def software(
     """Return the provenance of an artifact: the software and device that compute it.
 
     ``code`` is a digest of the code, and ``packages`` are the packages whose versions may affect
-    the numbers. ``made_from`` contains the provenance of each input file. Equal entries are
-    returned only once.
+    the numbers. ``made_from`` contains the provenance of each input file. If several files have the
+    same provenance, it is returned only once.
     """
     own = {
         "trak-core": __version__,

@@ -26,17 +26,18 @@ class Engine:
 
     Similar formulas are used for convolutions, embeddings, normalization layers, and parameters
     that are added or multiplied. Other operations are differentiated once for each sample. If an
-    operation mixes samples, as a recurrent layer does, gradients with respect to the operation's
-    inputs are propagated as without ``batch_dim``.
+    operation mixes samples, as a recurrent layer does, gradients are propagated to the operation's
+    inputs as without ``batch_dim``.
 
-    Without ``batch_dim``, all rows of J are propagated together, one parameter after another. This
-    is also done if parameters or modules have backward hooks, because hooks may change each row.
+    Without ``batch_dim``, the gradients of all entries of the output are propagated together, to
+    one parameter after another. The same is done if parameters or modules have backward hooks,
+    because hooks may change each row of J.
     With ``batch_dim``, hooks on tensors that are computed from parameters, such as views, are
     ignored.
 
     Args:
-        modules: Modules whose parameters the Jacobian is for. A shared parameter counts once, and
-            parameters without ``requires_grad`` are ignored.
+        modules: Modules that contain the parameters with respect to which J is the Jacobian. A
+            shared parameter counts once. Parameters without ``requires_grad`` are ignored.
         batch_dim: The dimension of the output that indexes samples, if each sample's entries of the
             output depend only on this sample's data. Otherwise None.
 
@@ -60,7 +61,9 @@ class Engine:
     def __init__(self, *modules: nn.Module, batch_dim: int | None = None):
         if not modules:
             raise InputError(
-                "The engine needs at least one module. Found none.", code="gramian.no_module"
+                "The engine needs at least one module. Found none. Pass the model, as in "
+                "Engine(model).",
+                code="gramian.no_module",
             )
         self._modules = modules
         self._batch_dim = batch_dim
@@ -69,7 +72,7 @@ class Engine:
         """Return J J^T for an output of shape [m1, ..., mk].
 
         Args:
-            output: A real tensor of any shape, with a graph.
+            output: A real tensor of any shape, with an autograd graph.
 
         Returns:
             Shape [m1, ..., mk, mk, ..., m1], with the output's dtype and device. The entry
@@ -123,7 +126,7 @@ def _by_samples(output: Tensor, parameters: Sequence[Tensor], batch_dim: int) ->
         raise InputError(
             "Samples must be independent. Found batch normalization over samples, in training mode "
             "or without running statistics. Put the model into evaluation mode before the forward "
-            "pass, use GroupNorm, or create the Engine without batch_dim.",
+            "pass, replace the layers by GroupNorm, or create the Engine without batch_dim.",
             code="gramian.mixed_samples",
         ) from None
     except UnreadableGraphError:
@@ -131,7 +134,8 @@ def _by_samples(output: Tensor, parameters: Sequence[Tensor], batch_dim: int) ->
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
-        # Probably vmap does not support an operation. ``by_rows`` raises any other error again.
+        # Probably vmap does not support an operation. If the cause is another error, ``by_rows``
+        # raises it again.
         return None
     return gramian
 

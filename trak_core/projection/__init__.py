@@ -1,4 +1,4 @@
-"""Random projection of gradients (Johnson-Lindenstrauss) by the same matrix on every device."""
+"""Project gradients by a random matrix (Johnson-Lindenstrauss) that is the same on all devices."""
 
 from trak_core.projection.project import add_projection, back_project, project
 from trak_core.projection.tensor_sketch import (

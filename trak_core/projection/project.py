@@ -1,4 +1,4 @@
-"""Project gradients on the CPU or GPU that stores them, and map vectors back to gradients."""
+"""Multiply gradients by a random projection matrix, and vectors by the transposed matrix."""
 
 import itertools
 from collections.abc import Sequence
@@ -51,7 +51,10 @@ def _checked_blocks(gradients: M | Sequence[M]) -> list[M]:
 
 
 def _checked_out(out: M | None, accumulate: bool, like: M, proj_dim: int) -> M:
-    """Return ``out``, or a new array if it is None, with zeros unless ``accumulate`` is true."""
+    """Return ``out`` after checking it, or a new array if it is None.
+
+    All entries are set to 0, unless ``accumulate`` is true.
+    """
     shape = (len(like), proj_dim)
     if out is None:
         if isinstance(like, Tensor):
@@ -93,8 +96,8 @@ def _check_finite(out: Matrix) -> None:
     if not finite.all():
         rows = [i for i, row in enumerate(finite) if not row.all()]
         raise InputError(
-            "`gradients` must be finite, and their projection must not overflow float32. There is "
-            f"NaN or infinity in the projection of rows {listed(rows)}.",
+            "`gradients` must be finite, and their projection must not overflow float32. Found NaN "
+            f"or infinity in the projection of rows {listed(rows)}.",
             code="projection.not_finite",
         )
 
@@ -102,11 +105,11 @@ def _check_finite(out: Matrix) -> None:
 def add_projection(
     blocks: Sequence[M], spec: ProjectionSpec, offset: int, out: M, threads: int
 ) -> None:
-    """Add the unscaled projection of blocks of gradients to ``out``, without checks.
+    """Add the unscaled projection of blocks of gradients to ``out``, without checking arguments.
 
     Blocks have consecutive columns. The first column of the first block is multiplied by row
-    ``offset`` of the projection matrix. On CUDA, this function only queues work, whereas the checks
-    of ``project`` wait for the GPU.
+    ``offset`` of the projection matrix. On CUDA, the function returns before the GPU has finished,
+    unlike ``project``, whose checks wait for the GPU.
     """
     device = out.device.type if isinstance(out, Tensor) else "cpu"
     result: Any = out
@@ -119,7 +122,7 @@ def add_projection(
         parts = [(i, x) for i, x in zip(starts, blocks, strict=False) if isinstance(x, Tensor)]
         add_rows(result, parts, spec)
     elif device == "cuda":
-        # This is not imported above, because machines without a GPU need not have numba-cuda.
+        # This import is here because numba-cuda need not be installed on a machine without a GPU.
         from trak_core.projection.cuda import project_cuda
 
         project_cuda(blocks, spec, offset, result)
@@ -154,13 +157,14 @@ def project(
     device, Y does not depend on the batch, the blocks or the threads. Projecting chunks in several
     calls changes only rounding errors.
 
-    The work is done on the device of the gradients. A CUDA kernel is tested at its first use. If a
-    kernel fails, an error is raised, and no other device is used instead.
+    The projection is computed on the device of the gradients. A CUDA kernel is tested when it is
+    first used. If it fails, an error is raised, and no other device is used instead.
 
     The error of the projected inner product of x and y has a standard deviation of about
     ``|x| |y| / sqrt(proj_dim)``, and up to sqrt(2) times that for parallel vectors. With the
-    workflow's default of 1,024 columns, this is 3 % of ``|x| |y|``. With more columns than training
-    samples, the features' normal matrix is singular, and damping dominates scores.
+    workflow's default of 1,024 columns, the standard deviation is 3 % of ``|x| |y|``. With more
+    columns than training samples, the normal matrix of the projected gradients is singular, and
+    scores mainly depend on the damping.
 
     Args:
         gradients: Shape (n_samples, n), where n is spec.n_params, or less for a chunk. A NumPy
@@ -218,7 +222,7 @@ def project(
     if offset < 0 or offset + n_columns > spec.n_params:
         raise InputError(
             "Each column of `gradients` must have a row in the projection matrix, which has "
-            f"{spec.n_params} rows. From `offset` on, the columns need rows {offset} to "
+            f"{spec.n_params} rows. With this `offset`, the columns need rows {offset} to "
             f"{offset + n_columns - 1}. Change `offset` or the spec's `n_params`.",
             code="projection.columns",
         )
@@ -241,8 +245,9 @@ def back_project(vectors: Tensor, spec: ProjectionSpec, offset: int, n_entries: 
     <x, g> = <x R, v> for every gradient x. ``vectors`` has shape (m, k), and the result has shape
     (m, n_entries). Both are float32.
 
-    For ``tensor_sketch``, the entries must be those of exactly one parameter. For ``rademacher``
-    and ``normal``, rows of R are formed, which costs as much as projecting 64 gradients.
+    For ``tensor_sketch``, the ``n_entries`` entries must be those of exactly one parameter. For
+    ``rademacher`` and ``normal``, rows of R are formed, which costs as much as projecting 64
+    gradients.
     """
     if spec.kind is ProjectionKind.IDENTITY:
         return vectors[:, offset : offset + n_entries]

@@ -1,10 +1,10 @@
-"""Define the projection matrix R, version 1, as readable NumPy code, which is dense and slow.
+"""Define the projection matrix R, version 1, in readable but slow NumPy code.
 
 This definition is part of the file format. Features from two machines can be compared only because
-every backend computes exactly this matrix. The code here is independent of the backends.
+every backend computes exactly this matrix. The backends do not use the code in this module.
 
 Random 32-bit words are outputs of Philox4x32-10, a function of a key and a counter. Therefore each
-entry of R can be computed by itself, in any order, unlike with ``numpy.random.Generator``. The key
+entry of R can be computed without the others, unlike with ``numpy.random.Generator``. The key
 consists of the two halves of ``spec.seed``. The counter is
 
     (c0, low 32 bits of q, high 32 bits of q | tag << 24, stream).

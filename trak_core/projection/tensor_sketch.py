@@ -35,11 +35,11 @@ from trak_core.settings import ProjectionSpec
 # which fits into a core's cache. On a GPU, where a call takes 0.2 ms to start, they take 64 MiB, or
 # 1/256 of the GPU's memory if that is more.
 _PIECE, _PIECE_OF_GPU, _SHARE_OF_GPU = 2**17, 2**23, 256
-# Costs in nanoseconds on one core, by which the cheaper of two methods is selected. They were
-# measured on an AMD EPYC with torch 2.13 for k = 1,024 and 4,096 and layers of size 256 to 3,072.
-# ``_CALL_NS`` and ``_LANE_NS`` were chosen on an Intel Xeon from 135 cases of size 10 to 768 and
-# k = 64 to 4,096. In these cases, the selected method took on average 1.02 times as long as the
-# faster method, and at most 1.5 times.
+# Costs in nanoseconds on one core, by which the cheaper method is selected: to sketch factors, or
+# whole gradients. They were measured on an AMD EPYC with torch 2.13 for k = 1,024 and 4,096 and
+# layers of size 256 to 3,072. ``_CALL_NS`` and ``_LANE_NS`` were chosen on an Intel Xeon from 135
+# cases with layers of size 10 to 768 and k = 64 to 4,096. In these cases, the selected method took
+# on average 1.02 times as long as the faster method, and at most 1.5 times.
 _TRANSFORM_NS = 0.33  # transforming a token's two factors and multiplying them, per k log2(k)
 _COUNT_NS = 2.0  # adding one entry of a token's factor to its bucket
 _PRODUCT_NS = 0.035  # adding a token's term to one entry of a formed gradient
@@ -71,7 +71,7 @@ def _hashes_on(spec: ProjectionSpec, device: torch.device) -> list[Tensor]:
 
 @lru_cache(maxsize=16)
 def _pairs_on(spec: ProjectionSpec, device: torch.device) -> list[tuple[Tensor, ...]]:
-    """Return the buckets and signs of each parameter's rows and then of its columns."""
+    """Return a tuple for each parameter: buckets and signs of its rows, then of its columns."""
     _, shapes, _, *flat = _hashes_on(spec, device)
     pairs = list(zip(*(x.split(shapes.flatten().tolist()) for x in flat), strict=True))
     return [rows + columns for rows, columns in zip(pairs[::2], pairs[1::2], strict=True)]
@@ -80,10 +80,11 @@ def _pairs_on(spec: ProjectionSpec, device: torch.device) -> list[tuple[Tensor, 
 def entries_of_rows(
     spec: ProjectionSpec, device: torch.device, number: int, rows: Tensor | slice
 ) -> tuple[Tensor, Tensor]:
-    """Return the column and value of the single nonzero entry in some rows of R.
+    """Return the columns and values of the nonzero entries of R for some rows of a parameter.
 
-    These are the rows of R for the entries of parameter ``number`` that are in the parameter's
-    ``rows``. Both results have shape (*shape of ``rows``, n1) for a parameter with n1 columns.
+    Each entry of the parameter with the given ``number`` has its own row in R, in which a single
+    entry is nonzero. Both results have shape (*shape of ``rows``, n1), where n1 is the number of
+    columns of the parameter.
     """
     bucket0, sign0, bucket1, sign1 = _pairs_on(spec, device)[number]
     columns = (bucket0[rows].unsqueeze(-1) + bucket1) % spec.proj_dim
@@ -92,11 +93,12 @@ def entries_of_rows(
 
 @lru_cache(maxsize=2)
 def _entries_on(spec: ProjectionSpec, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Return the index and sign of the entry that each bucket gets, for count sketches by indexing.
+    """Return the index and sign of the entry that is added to each bucket of a count sketch.
 
-    A run of k consecutive entries of a factor fills the k buckets with one entry each. There is a
-    pair of tensors for each parameter, both of shape (runs, k, 2), whose last index is the factor.
-    An empty bucket has sign 0.
+    With them, a GPU computes count sketches by indexing. Every k consecutive entries of a factor
+    fill the k buckets with one entry each. Each parameter has a pair of tensors (indices, signs) of
+    shape (n, k, 2), where n is the number of such groups of entries, and the last index is 0 for
+    the left factor and 1 for the right factor. An empty bucket has sign 0.
     """
     k, on_device = spec.proj_dim, []
     for bucket0, sign0, bucket1, sign1 in _pairs_on(spec, torch.device("cpu")):
@@ -115,7 +117,7 @@ def _has_kernels(device: torch.device) -> bool:
 
 
 def _pieces_on(device: torch.device) -> tuple[int, int]:
-    """Return the most numbers in a transform, for one parameter and for several together."""
+    """Return how many complex numbers a transform may have for one parameter, and for several."""
     if device.type != "cuda":
         most = _PIECE if _has_kernels(device) else _PIECE_OF_GPU
         return most, most
@@ -166,7 +168,10 @@ def _balancing_scales(left: Tensor, right: Tensor) -> list[Tensor]:
 
 
 def _pieces(left: Tensor, most: int) -> list[tuple[slice, slice]]:
-    """Return slices of samples and tokens for pieces with at most ``most`` tokens, or one token."""
+    """Return pieces of a batch, each as a slice of samples and a slice of tokens.
+
+    A piece has at most ``most`` tokens of all its samples together, but at least one token.
+    """
     n_samples, n_tokens = left.shape[:2]
     if n_tokens > most:
         starts = itertools.product(range(n_samples), range(0, n_tokens, max(1, most)))
@@ -178,8 +183,8 @@ def _pieces(left: Tensor, most: int) -> list[tuple[slice, slice]]:
 def _add_transforms(counts: Tensor, sums: Tensor) -> None:
     """Add sum_t F(x_t + i y_t)^2 to ``sums``, where F is the discrete Fourier transform.
 
-    The sum is over tokens. ``counts`` has the complex numbers x + i y as pairs, shape (tokens,
-    samples, k, 2). ``sums`` has shape (samples, k), complex128.
+    The sum is over tokens t. ``counts`` contains the complex numbers x_t + i y_t as pairs, shape
+    (tokens, samples, k, 2). ``sums`` has shape (samples, k), complex128.
     """
     if _has_kernels(counts.device):
         transformed = torch.view_as_real(torch.fft.fft(torch.view_as_complex(counts)))
@@ -189,7 +194,10 @@ def _add_transforms(counts: Tensor, sums: Tensor) -> None:
 
 
 def _add_at(out: Tensor, columns: Tensor, values: Tensor) -> None:
-    """Add values (b, m) to columns (b, m) or (m,) of each row of ``out``, in order."""
+    """Add ``values``, shape (b, m), to the given columns of ``out``, row by row and in order.
+
+    ``columns`` has shape (b, m), or (m,) if it is the same for all rows.
+    """
     columns = columns.expand_as(values)
     if out.device.type == "cpu":
         out.scatter_add_(1, columns, values)
@@ -208,7 +216,7 @@ def _add_lookups(
 def _columns_and_signs(
     spec: ProjectionSpec, device: torch.device, bounds: tuple[tuple[int, int], ...]
 ) -> tuple[Tensor, Tensor]:
-    """Return the columns and signs of the entries of R for coordinates in the given ranges."""
+    """Return the columns and signs of the nonzero entries in rows of R, given ranges of rows."""
     starts, shapes, positions, buckets, signs = _hashes_on(spec, device)
     coordinates = torch.cat([torch.arange(*bound, device=device) for bound in bounds])
     numbers = torch.searchsorted(starts, coordinates, right=True) - 1
@@ -217,8 +225,9 @@ def _columns_and_signs(
     return (buckets[i] + buckets[j]) % spec.proj_dim, signs[i] * signs[j]
 
 
-# The columns and signs for up to ``_MOST_CACHED`` coordinates, as in biases, are kept between
-# batches. More than ``_MOST_COORDINATES`` are processed in pieces, to limit memory.
+# If gradients have at most ``_MOST_CACHED`` coordinates, as for biases, the columns and signs of R
+# are kept between batches. If they have more than ``_MOST_COORDINATES``, they are processed in
+# pieces, to limit memory.
 _MOST_CACHED, _MOST_COORDINATES = 2**20, 2**22
 _cached_columns_and_signs = lru_cache(maxsize=4)(_columns_and_signs)
 
@@ -262,7 +271,8 @@ class OuterProducts:
         self.spec = spec
         self.rows = torch.zeros(n_samples, spec.proj_dim, device=device)
         self.spectrum = torch.zeros(n_samples, spec.proj_dim, dtype=torch.complex128, device=device)
-        # With few tokens, the count sketches of several parameters are transformed together.
+        # Count sketches that wait to be transformed together with those of other parameters. This
+        # saves time if there are few tokens.
         self._held, self._n_held = torch.empty(0, device=device), 0
 
     def add_products(self, number: int, left: Tensor, right: Tensor) -> None:
@@ -274,7 +284,7 @@ class OuterProducts:
         k, (n_samples, n_tokens) = self.spec.proj_dim, left.shape[:2]
         has_kernels = _has_kernels(left.device)
         most, most_held = (n // k for n in _pieces_on(left.device))
-        # On a GPU, count sketches are computed by indexing, where each run of k entries of a factor
+        # On a GPU, count sketches are computed by indexing. For every k entries of a factor, this
         # takes as much memory as a sketch.
         runs = 1 if has_kernels else -(-max(self.spec.shapes[number]) // k)
         if 2 * runs * n_samples * n_tokens <= most_held:
@@ -302,7 +312,7 @@ class OuterProducts:
         self._n_held = 0
 
     def add_lookups(self, number: int, indices: Tensor, right: Tensor) -> None:
-        """Add an embedding's gradient: right[b, t] is added to row indices[b, t] for each token t.
+        """Add embedding gradients: right[b, t] is added to row indices[b, t] for each token t.
 
         This is a sum of outer products e_i right[b, t]^T with unit vectors e_i.
         """
@@ -319,11 +329,11 @@ class OuterProducts:
 class Contractions:
     """Compute inner products of given vectors with the sketches of single tokens' gradients.
 
-    A token's gradient is an outer product a_t b_t^T, which is sketched once for all vectors. Let X,
-    Y and V be the Fourier transforms of the count sketches x of a_t and y of b_t, and of a vector
-    v. Then Parseval's theorem gives <sketch, v> = Re <X Y, V> / k. As x, y and v are real, half of
-    the frequencies suffice. One matrix product computes the results for all tokens and vectors of a
-    sample. The error of a result is at most 1e-6 |a_t| |b_t| |v|.
+    The gradient of a token t is an outer product a_t b_t^T, which is sketched once for all vectors.
+    Let X, Y and V be the Fourier transforms of the count sketches x of a_t and y of b_t, and of a
+    vector v. Then Parseval's theorem gives <sketch, v> = Re <X Y, V> / k. As x, y and v are real,
+    half of the frequencies suffice. One matrix product computes the results for all tokens and
+    vectors of a sample. The error of a result is at most 1e-6 |a_t| |b_t| |v|.
 
     Attributes:
         vectors: Shape (m, k), float32.

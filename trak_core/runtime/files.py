@@ -1,6 +1,7 @@
 """Write files atomically, lock the results folder, and keep digests of data files between runs.
 
-Every start of Snakemake imports this module, so it imports only the standard library.
+Snakemake imports this module whenever it starts. To be fast, the module imports only the standard
+library.
 """
 
 import errno
@@ -24,7 +25,7 @@ from trak_core.errors import InputError, disk_full_reason
 if TYPE_CHECKING:
     import pandas as pd
 
-# The error numbers that a file system without locks returns.
+# The error numbers of a file system that does not support locks.
 NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 # The file in a results folder that contains the config of the last run.
 CONFIG_RECORD = "config.json"
@@ -34,9 +35,9 @@ _FORMULA_STARTS = tuple("=+-@\t\r\n\uff1d\uff0b\uff0d\uff20")
 
 
 def _delete_leftovers(path: Path, prefix: str) -> None:
-    """Delete the partial files that killed processes of this machine left next to ``path``.
+    """Delete the partial files that killed processes on this machine left next to ``path``.
 
-    The name of a partial file consists of ``prefix``, the number of the process, and ``.part``.
+    The name of a partial file consists of ``prefix``, the id of the process, and ``.part``.
     """
     if os.name != "posix":
         return  # On Windows, os.kill(process, 0) ends the process.
@@ -110,10 +111,10 @@ def lock_tables_where_possible(results: Path) -> None:
 
 
 def disk_full_error(path: Path, reason: str) -> InputError:
-    """Return the error for a file that exceeds the free disk space or the quota."""
+    """Return the error for a file that does not fit on the disk, or exceeds a quota or limit."""
     free = shutil.disk_usage(path.parent).free // 2**20
     return InputError(
-        f"{path}: the disk needs space for the file. Found: {reason}, with {free} MiB free. "
+        f"{path}: the disk must have space for the file. Found: {reason}, with {free} MiB free. "
         "The partial file was deleted. Free some space, or raise the quota or limit. Then run "
         "snakemake again. Finished files are kept.",
         code="runtime.disk_full",
@@ -122,11 +123,11 @@ def disk_full_error(path: Path, reason: str) -> InputError:
 
 @contextmanager
 def atomic_write(path: Path) -> Generator[Path, None, None]:
-    """Yield the path of a temporary file to write, which is renamed to ``path`` at the end.
+    """Yield the path of a temporary file. At the end, the file is renamed to ``path``.
 
-    The temporary file is a hidden file in the same folder, which is created if it does not exist.
-    If an exception occurs, for example because the disk is full, ``path`` is unchanged. If the
-    process is killed, the temporary file remains until a process on the same machine writes
+    The temporary file is a hidden file in the folder of ``path``, which is created if it does not
+    exist. If an exception occurs, for example because the disk is full, ``path`` is unchanged. If
+    the process is killed, the temporary file remains until a process on the same machine writes
     ``path`` again.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -149,7 +150,7 @@ def atomic_write(path: Path) -> Generator[Path, None, None]:
 
 
 def safe_cell(cell: Any) -> Any:
-    """Return a cell for a CSV file, with an apostrophe before a text that begins like a formula."""
+    """Return a cell for a CSV file, with an apostrophe before a text that looks like a formula."""
     return f"'{cell}" if isinstance(cell, str) and cell.startswith(_FORMULA_STARTS) else cell
 
 
@@ -179,7 +180,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def write_record(path: Path, values: dict[str, Any]) -> None:
-    """Write values and their hash atomically as JSON, unless the folder is read-only."""
+    """Write values and their hash to a JSON file, unless its folder is read-only."""
     try:
         with atomic_write(path) as partial:
             text = json.dumps({"known": values, "digest": _digest(values)}, indent=1)
@@ -208,10 +209,10 @@ def unwritable_error(results: Path, path: Path, error: OSError) -> InputError:
     )
 
 
-# Links are not followed, as Path.resolve does, because this takes too long for thousands of files.
+# Path.resolve is not used, because it follows links, which takes too long for thousands of files.
 _absolute = os.path.abspath
-# Some file systems round times to two seconds. The digest of a file that changed less than two
-# seconds ago is therefore not recorded: the file could change again without a new time.
+# Some file systems round times to two seconds. If a file changed less than two seconds ago, its
+# digest is not recorded, because the file could change again without getting a new time.
 CLOCK_NS = 2 * 10**9
 
 
@@ -249,7 +250,7 @@ def _checked_files(pattern: str, results: Path) -> list[Path]:
     if not files:
         raise InputError(
             "data_files: each entry must match at least one file. Hidden files and files in the "
-            f"results folder do not count. Found nothing at {pattern!r} (from {Path.cwd()}).",
+            f"results folder do not count. Found nothing at {pattern!r}, relative to {Path.cwd()}.",
             code="config.missing_data_file",
         )
     return files
@@ -270,8 +271,8 @@ def file_digest(path: Path) -> str:
 def _file_digests(files: Iterable[Path], record: Path, *, writes: bool) -> dict[str, str]:
     """Return the hash that ``file_digest`` computes for each file, by path.
 
-    A file is read only if its size, mtime or ctime differs from the ``record``. Unless ``writes``
-    is false, the record is updated.
+    The file ``record`` contains hashes from earlier calls. A file is read only if its size, mtime
+    or ctime differs from the record. Unless ``writes`` is false, the record is updated.
     """
     known, digests = read_record(record), {}
     kept = dict(known)
@@ -302,7 +303,7 @@ def data_digests(patterns: Sequence[str], record: Path, *, writes: bool = True) 
 
 
 def path_digests(paths: Sequence[str], record: Path) -> dict[str, str]:
-    """Return a hash for each path of a file or a folder. Hidden files in a folder are ignored."""
+    """Return a hash for each path of a file or a folder, whose hidden files are ignored."""
     files = {path: sorted(_files(path)) for path in paths}
     all_files = dict.fromkeys(file for in_path in files.values() for file in in_path)
     digests = _file_digests(all_files, record, writes=True)

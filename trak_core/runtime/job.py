@@ -1,7 +1,7 @@
 """Run one job of a Snakemake rule: convert values, call a function (the stage), and write a log.
 
-A rule has named files, params, resources and wildcards. The stage receives those that are among its
-keyword arguments. The name of the stage is the first word of the param ``code``.
+The first word of the param ``code`` is the name of the stage. The files, params, resources and
+wildcards of a job also have names. The stage gets those that have the names of its arguments.
 """
 
 import atexit
@@ -84,7 +84,7 @@ def _stop(number: int, _frame: FrameType | None) -> None:
     report = sys.unraisablehook
 
     def repeat(ignored: "sys.UnraisableHookArgs") -> None:
-        """Send the signal again if ``StoppedError`` was raised in ``__del__``, which ignores it."""
+        """Send the signal again if Python ignored ``StoppedError``, as it does in ``__del__``."""
         if isinstance(ignored.exc_value, StoppedError):
             sys.unraisablehook = report
             stop_cleanly()
@@ -140,8 +140,8 @@ def explain_interrupts(results: str, *, is_main: bool) -> None:
 
     def end(_number: int, _frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, end_at_once)
-        # Otherwise, Snakemake would report every interrupted job as failed. The logs of the jobs
-        # contain the reason.
+        # Without this, Snakemake would report that every interrupted job failed. The logs of these
+        # jobs contain the reason.
         logging.disable(logging.CRITICAL)
         if is_main:
             print("\nStopping after Ctrl-C: waiting for jobs to clean up.", file=sys.stderr)
@@ -221,7 +221,7 @@ def logged_to(path: str) -> Generator[None, None, None]:
 
 # Snakemake runs a job again if one of these params changes. Stages need not accept them.
 _TRIGGERS = {"code", "signature", "digest"}
-# The module of each stage that is not in a module of its own name.
+# The modules of stages that are not in the module with the stage's name.
 _MODULES = {
     "compute_embeddings": "compute_outputs",
     "compute_exact_scores": "compute_scores",
@@ -257,7 +257,7 @@ def convert_param(value: Any, hint: Any) -> Any:
 
 
 def import_stages() -> None:
-    """Import all stages and the modules that they use, before jobs are forked."""
+    """Import all stages and the modules that they use, so that forked jobs start at once."""
     quiet_libraries()
     stages = Path(__file__).parents[1] / "stages"
     names = [f"trak_core.stages.{file.stem}" for file in stages.glob("[a-z]*.py")]
@@ -268,22 +268,26 @@ def import_stages() -> None:
 
 
 def run_script(job: Any) -> None:
-    """Run the job of a Snakemake script, and write everything that it prints to the job's log."""
+    """Run the job of a script, and write everything that it prints to the job's log."""
     with logged_to(job.log[0]):
         run(job)
 
 
 def run(job: Any) -> None:
-    """Call the stage of a job with the values of the job that are parameters of the stage."""
+    """Call the stage of a job.
+
+    It gets the job's files, params, resources and wildcards that have the names of its arguments.
+    """
     specified = {**dict(job.params.items()), **dict(job.input.items()), **dict(job.output.items())}
     values = {"threads": job.threads, **dict(job.wildcards.items()), **dict(job.resources.items())}
-    # An input file can have the same name as a wildcard. Files and params take precedence.
+    # If an input file has the same name as a wildcard, the stage gets the file.
     values |= specified
     name, values["code"] = values["code"].split()
     stage = stage_of(name)
     parameters = inspect.signature(stage).parameters
     if unknown := specified.keys() - parameters.keys() - _TRIGGERS:
-        raise TypeError(f"stage of rule {job.rule} does not take {', '.join(sorted(unknown))}")
+        names = ", ".join(sorted(unknown))
+        raise TypeError(f"The stage of rule {job.rule} must have the arguments {names}")
     hints = typing.get_type_hints(stage)
     accepted = [name for name in parameters if name in values]
     stage(**{name: convert_param(values[name], hints[name]) for name in accepted})

@@ -20,7 +20,7 @@ Rest = TypeVarTuple("Rest")
 
 @contextmanager
 def reported_to(advance: Callable[[int], object]) -> Generator[None, None, None]:
-    """Make ``with_progress`` call ``advance`` with the rows of each block, instead of printing."""
+    """Make ``with_progress`` pass each block's number of rows to ``advance``, not print."""
     token = _advance.set(advance)
     try:
         yield
@@ -86,7 +86,7 @@ def with_progress(
     """Yield the ``blocks``, and print the progress every ten seconds and at the end.
 
     A block is a tuple that begins with the start and stop index of its rows. ``n_rows`` is the
-    total number of rows, and ``unit`` is what they are called, such as "samples".
+    total number of rows, and ``unit`` is a word for the rows, such as "samples".
     """
     advance = _advance.get()
     began = printed = time.monotonic()

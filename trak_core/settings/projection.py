@@ -12,11 +12,12 @@ from trak_core.errors import InputError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """Properties of a kind of projection matrix R, defined in ``projection/reference.py``.
+    """The properties of a kind of projection matrix R.
 
     Attributes:
-        tag: A number that identifies the kind in the counter of the random number generator Philox.
-            It must never be used for another kind. None if R is not random.
+        tag: A number that identifies the kind in the counter of the random number generator Philox
+            (``projection/reference.py``). It must never be used for another kind. None if R is not
+            random.
         nested: Whether the first k columns of a wider matrix equal the matrix with k columns.
         power_of_two: Whether proj_dim must be a power of two.
         of_matrices: Whether R depends on the shapes of the parameters, which are treated as
@@ -54,10 +55,10 @@ class ProjectionKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectionSpec:
-    """The fields that fully determine a projection matrix R of shape (n_params, proj_dim).
+    """The settings that fully determine a projection matrix R of shape (n_params, proj_dim).
 
-    Entry R[g, j] is a function of kind, seed, stream, g and j. If the kind is not nested, the entry
-    also depends on proj_dim and shapes. ``n_params`` determines only the number of rows.
+    Entry R[g, j] is a function of kind, seed, stream, g and j. Unless ``is_nested``, the entry also
+    depends on proj_dim and shapes. ``n_params`` determines only the number of rows.
 
     Attributes:
         kind: The kind of projection, which defines how entries are computed.
@@ -175,13 +176,15 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
 
 
-# A dense matrix is used up to this product n_params * proj_dim, which takes 1 to 2 ms per sample on
-# one core. The fast Hadamard transform is used up to this n_params (benchmarks/RESULTS.md).
-_DENSE_PRODUCTS, _TRANSFORMED_PARAMS = 2**27, 2**24
+# The largest n_params * proj_dim for which a dense matrix is the default. It takes 1 to 2 ms to
+# project a sample on one core.
+_DENSE_PRODUCTS = 2**27
+# The largest n_params for which a Hadamard transform is the default (benchmarks/RESULTS.md).
+_TRANSFORMED_PARAMS = 2**24
 
 
 def usual_kind(n_params: int, proj_dim: int) -> ProjectionKind:
-    """Return the default kind of projection: the cheapest one as accurate as a dense matrix.
+    """Return the default kind of projection, the cheapest that is as accurate as a dense matrix.
 
     The default is ``rademacher`` for small models, ``hadamard`` up to 16.8 million parameters if
     ``proj_dim`` is a power of two, and ``tensor_sketch`` otherwise.
@@ -194,5 +197,5 @@ def usual_kind(n_params: int, proj_dim: int) -> ProjectionKind:
 
 
 def stream_of(checkpoint: str) -> int:
-    """Return a 32-bit hash of a checkpoint's id, so that each checkpoint's projection differs."""
+    """Return a 32-bit hash of a checkpoint's id, which makes the checkpoint's projection unique."""
     return int.from_bytes(hashlib.blake2b(checkpoint.encode(), digest_size=4).digest(), "little")

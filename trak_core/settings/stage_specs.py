@@ -1,4 +1,4 @@
-"""The spec of each kind of job, with all settings that can change the job's results."""
+"""Specs of the kinds of jobs. A spec contains all settings that can change a job's results."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -15,9 +15,9 @@ from trak_core.settings.projection import (
     usual_kind,
 )
 
-# The projection kind in configs and files for gradients that are not projected.
+# The value of a projection's ``kind`` in configs and files if gradients are not projected.
 EXACT = "exact"
-# The splits of samples with fixed names: the training samples, and new samples from which
+# The names of two sets of samples ("splits"): the training samples, and the new samples from which
 # `lists.select` chooses. Every other split contains an experiment's targets.
 TRAIN, POOL = "train", "pool"
 OPTIMIZER_FILE = "optimizer.pt"  # the optimizer's state in a checkpoint folder of transformers
@@ -27,7 +27,7 @@ ADAPTER_CONFIG = "adapter_config.json"  # the settings in an adapter folder of P
 class Weighting(StrEnum):
     """The weights of samples in the normal matrix.
 
-    A weight is 1, or a power of the second derivative of the loss by the model output.
+    A weight is 1, or a power of the second derivative of the loss with respect to the model output.
     """
 
     PLAIN = "plain"
@@ -35,7 +35,7 @@ class Weighting(StrEnum):
 
 
 class Combine(StrEnum):
-    """How the checkpoints and loss weights are combined (docs/explanation/scores.md)."""
+    """How scores are computed from several checkpoints (docs/explanation/scores.md)."""
 
     PRODUCT_OF_AVERAGES = "product_of_averages"
     AVERAGE_OF_PRODUCTS = "average_of_products"
@@ -43,15 +43,15 @@ class Combine(StrEnum):
 
     @property
     def divides_by_norm(self) -> bool:
-        """Whether scores of a checkpoint are divided by their norm over the training samples."""
+        """Whether each checkpoint's scores are divided by their norm over the training samples."""
         return self is Combine.UNIT_AVERAGE
 
 
 def curvature_power(weighting: str, power: float, *, is_probability: bool) -> float | None:
     """Return the power of the curvature in the weights of samples, or None for equal weights.
 
-    ``power`` is the power of the loss weights. If the loss weights are probabilities
-    (``is_probability``), it is also the power of the curvature. Otherwise, the result is 1.
+    If the loss weights are probabilities (``is_probability``), the result is ``power``, the power
+    of the loss weights. Otherwise, it is 1.
     """
     if Weighting(weighting) is Weighting.PLAIN:
         return None
@@ -60,7 +60,7 @@ def curvature_power(weighting: str, power: float, *, is_probability: bool) -> fl
 
 @dataclass(frozen=True, slots=True, order=True)
 class Setting:
-    """A combination of score settings that an evaluation compares (docs/explanation/scores.md)."""
+    """One combination of scoring settings. An evaluation compares several combinations."""
 
     damping: float
     loss_weight_power: float
@@ -76,7 +76,7 @@ class Setting:
 def settings_of(sweep: Mapping[str, Sequence[Any]], configured: Setting) -> list[Setting]:
     """Return all combinations of the values in a sweep, sorted.
 
-    The values in the config, ``configured``, and all values of ``combine`` are added to the sweep.
+    The sweep is extended by the config's own values, ``configured``, and all values of ``combine``.
     """
     values = {**sweep, "combine": Combine}
     names = [field.name for field in fields(Setting)]
@@ -121,8 +121,8 @@ class FeaturesSpec:
         precision: The precision of float32 products, ``highest`` or ``high``.
     """
 
-    # ``as_dict`` omits a field if it has the value given here. The fields were added in later
-    # versions. Files of earlier versions, which lack the fields, therefore remain valid.
+    # Fields that were added in later versions. ``as_dict`` omits them if they have these values, so
+    # that files of earlier versions, which lack the fields, remain valid.
     LEFT_OUT: ClassVar[Mapping[str, Any]] = {"label_draws": 0, "precision": "highest"}
 
     model_output: str
@@ -151,8 +151,8 @@ class FeaturesSpec:
 
     def of(self, split: str, targets_digest: str | None = None) -> Self:
         """Return these settings for one split. The training samples have no ``targets_digest``."""
-        # Label draws add products with targets to an exact Gramian, but do not affect features of
-        # targets.
+        # Without a projection, a target's file also contains products with the gradients at drawn
+        # labels. The projected features of targets do not depend on drawn labels.
         draws = self.label_draws if split == TRAIN or self.is_exact else 0
         return replace(self, split=split, targets_digest=targets_digest, label_draws=draws)
 
@@ -212,19 +212,22 @@ class ScoresSpec(NormalSpec):
 
     @property
     def checkpoints(self) -> list[str]:
-        """The sorted ids of all checkpoints. Lists of one file per checkpoint have this order."""
+        """The sorted ids of all checkpoints. Lists with a file for each have this order."""
         assert self.runs is not None
         return sorted(checkpoint for run in self.runs.values() for checkpoint in run)
 
     @property
     def ends(self) -> list[str]:
-        """The sorted ids of the last checkpoint of each run. Tables contain their outputs."""
+        """The sorted ids of the last checkpoint of each run.
+
+        Tables of results contain the model outputs of these checkpoints.
+        """
         assert self.runs is not None
         return sorted(run[-1] for run in self.runs.values())
 
     @property
     def along_runs(self) -> list[str]:
-        """The ids of all checkpoints, ordered so that the first few differ in runs and times."""
+        """The ids of all checkpoints, ordered so that the first ones differ in run and time."""
         assert self.runs is not None
         rounds = max(len(run) for run in self.runs.values())
         return [
@@ -235,7 +238,7 @@ class ScoresSpec(NormalSpec):
         ]
 
     def under(self, checkpoint: str) -> Self:
-        """Return the settings of one checkpoint's scores."""
+        """Return these settings for the scores of one checkpoint."""
         features = self.features.under(checkpoint)
         return replace(self, features=features, runs=None, combine=None, loss_weight_power=None)
 
@@ -273,7 +276,8 @@ class RetrainedSpec:
         model_output: Name of the model output, which is stored for every target.
         seeds: Number of training runs on each subset.
         seed: Seed from which the subsets and the seeds of training are drawn.
-        n_removed: Numbers of samples to remove, or fractions of the number of training samples.
+        n_removed: Numbers of training samples to remove. A value below 1 is the fraction of all
+            training samples.
         draws: Number of random removals of each size.
         fraction: Fraction of the training samples in a random subset.
     """

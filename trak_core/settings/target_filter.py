@@ -27,7 +27,7 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A condition: comparisons of columns with columns or constants, joined by and, or, not.
+    """A condition on the columns of targets: comparisons joined by ``and``, ``or`` and ``not``.
 
     Example:
         >>> import numpy as np
@@ -41,7 +41,7 @@ class Condition:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the condition that a text expresses. Raise an error for any other Python code."""
+        """Return the condition in a text. Raise an error if the text is not a valid condition."""
         if len(text) > 1000:
             raise _refusal(f"{text[:40]}..., {len(text)} characters")
         try:
@@ -62,13 +62,13 @@ class Condition:
         if unknown := [name for name in self.columns if name not in known]:
             raise InputError(
                 f"experiments: `where: {self.text}` may use only columns of the targets: "
-                f"{', '.join(known)}. Found {unknown[0]}. If this is a text, put it in quotes. To "
-                "add columns, define target_columns() in the study.",
+                f"{', '.join(known)}. Found {unknown[0]}. If it is a text, put it in quotes. If it "
+                "is a column, define it by target_columns() in the study.",
                 code="spec.condition_column",
             )
 
     def holds(self, table: Mapping[str, Any]) -> Any:
-        """Return a boolean array of shape (n,) that tells for which targets the condition is true.
+        """Return whether the condition is true for each of n targets, as an array of shape (n,).
 
         ``table`` maps column names to NumPy arrays of shape (n,). Texts have dtype object.
         """
@@ -110,7 +110,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _constant(node: ast.expr) -> Any:
-    """Return the value of a node that is a number or a text, or None for any other node."""
+    """Return the value of a node that is a number or a text. Return None for any other node."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         number = _constant(node.operand)
         return -number if isinstance(number, int | float) else None
@@ -122,14 +122,15 @@ def _constant(node: ast.expr) -> Any:
 def _refusal(text: str) -> InputError:
     return InputError(
         "experiments: `where` must consist of comparisons (==, !=, <, <=, >, >=, in, not in), "
-        "joined by `and`, `or` and `not`. Each must compare a column with another column, a number "
-        f"or a quoted text, as in `label == 3 and prediction != label`. Found {text!r}.",
+        "joined by `and`, `or` and `not`. Each comparison must have a column on one side, and a "
+        "column, a number or a quoted text on the other, as in `label == 3 and prediction != "
+        f"label`. Found {text!r}.",
         code="spec.condition",
     )
 
 
 def _check(node: ast.expr) -> None:
-    """Raise an error that quotes the first invalid part of a condition, if there is one."""
+    """Raise an error if a condition is not valid. The message quotes its first invalid part."""
     if isinstance(node, ast.BoolOp):
         for value in node.values:
             _check(value)

@@ -78,7 +78,7 @@ def compute_scores(
         if pool is not None:
             scored = stack.enter_context(open_made_for(pool, FEATURES, spec.of_pool()))
             in_pool = {key: scored.spec.get(key) for key in shared}
-            check_same("specification of both splits", shared, in_pool, scored)
+            check_same("settings of the gradients", shared, in_pool, scored)
         n_samples, proj_dim = scored.matrix("features").shape
         sample_ids, target_ids = (file.vector("sample_ids") for file in (scored, target_file))
         block = scores_need(proj_dim, len(target_ids)).rows(memory_mb)

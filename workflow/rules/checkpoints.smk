@@ -1,5 +1,5 @@
-# The files of one rule can differ only in wildcards. Runs that save checkpoints at different times
-# have files with different suffixes, and therefore need separate rules.
+# The jobs of one rule can have different output files only by wildcards. Runs that save checkpoints
+# at different times have output files with different suffixes, so they need separate rules.
 for number, (ends, runs) in enumerate(specs.trained_together if trained else []):
     rule_name = f"train_checkpoint_{number + 1}" if number else "train_checkpoint"
 

@@ -19,17 +19,19 @@ from trak_core.runtime.job import explain_interrupts, export_library_path, stage
 # Jobs are separate processes, and must import the same trak_core as this file.
 export_library_path()
 schema = Path(workflow.source_path("../schemas/config.schema.yaml"))
-# A module of another workflow has a name, but neither `onstart` nor the values of `--config`.
+# If this workflow is a module of another one, `__name__` is the module's name. A module has neither
+# `onstart` nor the values of `--config`.
 is_module = __name__ is not None
 config_entries = [] if is_module else workflow.config_settings.config_args or []
-# With a default storage provider, all files of jobs are in its store, even the user's own files.
+# With a default storage provider, all files of jobs are in the provider's store, even the user's
+# own files.
 stored = workflow.storage_settings.default_storage_provider is not None
 placed = workflow.modifier.path_modifier
 
 
 @contextmanager
 def explained():
-    """Print only an error's message, and exit. Snakemake would also show lines of this file."""
+    """Print the message of an InputError, and exit. Snakemake would also print a traceback."""
     try:
         yield
     except InputError as error:
@@ -42,7 +44,7 @@ with explained():
     for file in set(files).difference(preflight.brought_along):
         read_config.check_unique_keys(Path(file))
     config.update(read_config.completed(config, schema, entries=config_entries))
-    # If this workflow is a module of another one, its `prefix` changes the results folder.
+    # If this workflow is a module of another one, the module's `prefix` changes the results folder.
     results = Path(placed.replace_prefix(f"{config['results']}/_")).parent
     explain_interrupts(str(results), is_main=workflow.is_main_process)
     # With a store, outputs are first written to the working folder, then uploaded.
@@ -56,5 +58,6 @@ with explained():
             # `onstart` replaces an existing record. A module has no `onstart`, so replace it here.
             read_config.record_config(config, results, replaces=is_module)
         if SharedFSUsage.SOURCES not in workflow.storage_settings.shared_fs_usage:
-            # Snakemake sends config files to jobs, but other files only if git tracks them.
+            # Snakemake sends all config files to jobs, but other files only if git tracks them.
+            # Therefore, the files of the study are added to the config files.
             workflow.configfiles += preflight.bring_along(specs.files)

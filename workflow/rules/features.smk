@@ -10,7 +10,7 @@ use rule model_stage as compute_features with:
         "<results>/benchmarks/compute_features/{checkpoint}/{split}.tsv"
     wildcard_constraints:
         split=any_of([split for split, n in specs.shards.items() if n == 1]),
-    # Many jobs need features. If some features were computed last, cores would be idle at the end.
+    # Many jobs wait for features. If they were computed last, cores would be idle at the end.
     priority: scores_first + 1
     params:
         code=code_of("compute_features"),

@@ -5,7 +5,7 @@ naming_study = (
 
 
 def list_scores(kind):
-    """Return the scores from which a list is made: of the pool's or of the training samples."""
+    """Return the file of scores from which a list is made, for the pool or training samples."""
     scored = "pool" if kind == "select" and specs.pool is not None else "scores"
     return f"{folder}/{scored}/{specs.lists[kind]['experiment']}.h5"
 

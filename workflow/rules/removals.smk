@@ -1,5 +1,5 @@
 removal_jobs = specs.removal_jobs
-# The methods that chose the samples to remove, for each file that compares removals.
+# The methods that choose the removed samples, for the job that compares removals.
 methods = lambda w: specs.removals[w.removed]["by"]
 
 

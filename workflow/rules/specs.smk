@@ -19,7 +19,7 @@ wildcard_constraints:
 
 
 def own_file(path):
-    """Return a user's file as the input of a rule, and a text that changes with its content.
+    """Return the input of a rule for a user's file, and a text that changes with its content.
 
     The text is a param of the job, because Snakemake does not notice if the file is replaced by an
     older one, or if a file in a folder changes. In a process that only runs a job, the text is None,
@@ -59,16 +59,17 @@ def selected_targets(w):
 
 
 def of_checkpoints(pattern, checkpoints=specs.checkpoints):
-    """Return a file for each checkpoint, whose id replaces `{c}`. Other wildcards are kept."""
+    """Return a file for each checkpoint, whose id replaces `{c}` in `pattern`."""
     return [f"{folder}/{pattern}".replace("{c}", c) for c in checkpoints]
 
 
 def of_ends(pattern):
-    """Return a file for the last checkpoint of each run, whose id replaces `{c}`."""
+    """Return a file for the last checkpoint of each run. The checkpoint's id replaces `{c}`."""
     return of_checkpoints(pattern, specs.self_influence.ends)
 
 
-# With top_k, the files of single checkpoints contain no scores. These are computed from features.
+# With top_k, the files of single checkpoints contain no scores. Therefore, the rules that average
+# scores compute them from features.
 train_features = (
     of_checkpoints("features/{c}/train.h5") if scoring["keep"] == "top_k" else []
 )
@@ -97,7 +98,7 @@ gpu = 1 if compute["device"] == "cuda" else None
 environment = compute.get("conda", "../envs/trak.yaml")
 if "conda" in compute and environment.endswith((".yaml", ".yml")):
     environment = str(Path(environment).absolute())
-# The priority of the rules for scores and pages, so that they run before the evaluation.
+# The priority of the rules for scores and pages, whose jobs should run before the evaluation.
 scores_first = 10
 
 

@@ -1,4 +1,4 @@
-"""Run the stage in a job's param `code`, with the rule's named values as keyword arguments."""
+"""Run a job by calling its stage, the function of trak_core that the param `code` names."""
 
 from trak_core.runtime.job import run_script
 

@@ -1,1 +1,1 @@
-"""Projection on a CPU. Each kind has a kernel, which is applied to fixed slices of coordinates."""
+"""Project gradients on a CPU. A compiled function projects one slice of coordinates at a time."""

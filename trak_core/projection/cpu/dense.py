@@ -3,11 +3,12 @@
 R is the projection matrix. For ``normal``, a small tile of R is formed at a time, and gradients are
 multiplied by this tile while it is in the cache.
 
-``rademacher`` uses the Method of Four Russians. Four coordinates of a sample can enter a sum with
-16 patterns of signs. For every four coordinates, the 16 signed sums are stored in a table. For each
-column, four bits of the column's random word select the table row that is added. A matrix product
-would need four multiplications and four entries of R instead. On processors with wide vectors, a
-table row contains the sums of two tiles of eight samples.
+``rademacher`` uses the Method of Four Russians. Each column of R adds up a sample's coordinates
+with random signs. For four coordinates, only 16 patterns of signs are possible, so their 16 signed
+sums are computed once and stored in a table. For each column, four bits of the column's random word
+select the table row that is added. A matrix product would instead need four multiplications and
+four entries of R. On processors with wide vectors, a table row contains the sums of two tiles of
+eight samples.
 
 Source: Arlazarov, Dinic, Kronrod, Faradzev, "On economical construction of the transitive closure
 of a directed graph", Soviet Mathematics Doklady 11, 1970 (tables of the sums of a few rows).
@@ -42,20 +43,21 @@ _CHAINS = 4  # independent sums, which hide the latency of additions
 
 @compiled
 def _aligned(n):
-    """Return n uninitialized float32 numbers that start at a cache line (64 bytes)."""
+    """Return an uninitialized float32 array of length n that starts at a multiple of 64 bytes."""
     buffer = np.empty(n + 16, np.float32)
     first = -buffer.ctypes.data % 64 // 4
     return buffer[first : first + n]
 
 
 def _fill_table(n):
-    """Return the intrinsic that fills a table of signed sums for n tiles of samples (1 or 2)."""
+    """Return the intrinsic that fills a table of signed sums for n tiles (1 or 2) of samples."""
 
     @vector_intrinsic
     def fill_table(builder, tables, table, x, row):
-        """Store the 16 signed sums of the rows row, row + 8, row + 16 and row + 24 of ``x``.
+        """Store 16 sums of the rows row, row + 8, row + 16 and row + 24 of ``x``.
 
-        If bit i of a sum's index in the table is set, row + 8 i is subtracted.
+        The sums differ in the signs of the rows. If bit i of a sum's index in the table is set,
+        row + 8 i has a minus sign, else a plus sign.
         """
         positions = [
             [builder.add(row, INT64(8 * i + tile * _BLOCK)) for tile in range(n)] for i in range(4)
@@ -75,11 +77,15 @@ def _fill_table(n):
 
 
 def _add_table_rows(n):
-    """Return the intrinsic that adds rows of tables, filled by ``_fill_table(n)``, to sums."""
+    """Return the intrinsic that uses the tables of ``_fill_table(n)`` to compute a projection."""
 
     @vector_intrinsic
     def add_table_rows(builder, sums, row, tables, words, column, n_columns):
-        """Add a table row to a column's sums for every 4 bits of the column's random words."""
+        """Add the products of 128 coordinates and a column of R to the column's sums.
+
+        Every 4 bits of the column's random words select the table row with the signed sum of four
+        coordinates.
+        """
         chains = []
         for i in range(_WORDS):
             at = builder.add(column, builder.mul(INT64(i), n_columns))
@@ -106,7 +112,7 @@ _add_to_one, _add_to_two = _add_table_rows(1), _add_table_rows(2)
 
 @compiled
 def _project_slice(rows, start, stop, first, key, in_pairs, out):
-    """Do the work of ``rademacher_slice_cpu``, for two tiles at a time if ``in_pairs``."""
+    """Do what ``rademacher_slice_cpu`` does, for 16 samples at a time if ``in_pairs``, else 8."""
     n_samples = len(rows)
     n_columns = (out.shape[1] + 3) // 4 * 4
     n_tiles = tiles_of(n_samples)
@@ -148,8 +154,8 @@ def rademacher_slice_cpu(
 ) -> None:
     """Write ``rows[:, start:stop] @ R[first : first + stop - start]`` to ``out``.
 
-    ``out`` has shape (n_samples, proj_dim), float32. ``first`` is the coordinate of column
-    ``start``. ``key`` is the result of ``key_of``.
+    ``out`` has shape (n_samples, proj_dim), float32. Column ``start`` of ``rows`` is multiplied by
+    row ``first`` of R. ``key`` is the result of ``key_of``, from which R is computed.
     """
     _project_slice(rows, start, stop, first, key, holds_two_tiles(), out)
 
@@ -165,9 +171,9 @@ _C1, _C3, _C5 = np.float32(0.967765), np.float32(0.004002), np.float32(0.001905)
 
 @njit(inline="always")
 def normal_entry(word):
-    """Return the normal entry for a word, as ``reference.py`` defines it.
+    """Return the normally distributed entry of R that ``reference.py`` defines for a random word.
 
-    Every operation is rounded to float32, and the order of operations matters.
+    The order of the operations must not change, because each operation is rounded to float32.
     """
     pairs = (word & np.uint32(0x00FF00FF)) + ((word >> np.uint32(8)) & np.uint32(0x00FF00FF))
     byte_sum = (pairs & np.uint32(0xFFFF)) + (pairs >> np.uint32(16))
@@ -180,9 +186,10 @@ def normal_entry(word):
 
 @vector_intrinsic
 def _add_products(builder, sums, column, x, entries, first_entry):
-    """Add the products of gradients and R for 16 coordinates to the sums of 8 columns."""
-    # The entries of R for a coordinate are contiguous in ``entries``. Those for the next coordinate
-    # begin _WIDTH entries later.
+    """Add the products of gradients and R for 16 coordinates to the sums of 8 columns.
+
+    ``entries`` is a tile of R, with a row of _WIDTH entries for each coordinate.
+    """
     columns = [builder.add(column, INT64(i)) for i in range(_GROUP)]
     before = [sums.load(column) for column in columns]
     vectors = ir.FunctionType(before[0].type, [before[0].type] * 3)
@@ -205,7 +212,7 @@ def _add_products(builder, sums, column, x, entries, first_entry):
 
 @compiled
 def normal_slice_cpu(rows, start, stop, first, key, out):
-    """Write the ``normal`` projection of a slice, like ``rademacher_slice_cpu``."""
+    """Project a slice with ``normal``. The arguments are those of ``rademacher_slice_cpu``."""
     n_samples = len(rows)
     n_tiles = tiles_of(n_samples)
     n_columns = (out.shape[1] + _WIDTH - 1) // _WIDTH * _WIDTH

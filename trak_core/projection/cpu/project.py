@@ -1,8 +1,9 @@
 """Project gradients on a CPU with several threads, in fixed slices of coordinates.
 
 Slices start at multiples of their length, and their sums are added in order. Therefore the result
-does not depend on the number of threads or on the blocks of the gradient. If all chunks end where a
-slice ends, the result does not depend on the chunks either.
+does not depend on the number of threads, or on whether the columns of gradients are passed as one
+matrix or as several blocks. If the columns are projected in several calls, the result is the same
+as that of a single call if each call's columns end where a slice ends.
 """
 
 import ctypes
@@ -26,23 +27,26 @@ from trak_core.settings import ProjectionKind, ProjectionSpec
 
 T = TypeVar("T")
 
-# Number of kernel calls for each thread. With several calls, no thread idles long at the end.
+# The number of kernel calls for each thread. With several, no thread is idle for long at the end.
 _CALLS = 4
-# Limit in bytes for results that wait to be added in order. Each thread may always have a result.
+# The memory limit for results of slices that must wait because they are added in order. Each thread
+# may hold one result even if the results exceed this limit.
 _WAITING_BYTES = 2**26
 _TWO_TILES = 2 * LANES  # number of samples that a kernel may process together
-# Id of the process that imported this module. It is None in a process that multiprocessing has
-# forked, because OpenMP may have been used before the fork.
+# The id of the process that imported this module, or None if multiprocessing has forked this
+# process, because then OpenMP may have been used before the fork.
 _IMPORTER = os.getpid() if parent_process() is None else None
 
 
 def pause_openmp() -> None:
-    """Stop OpenMP's threads until there is work for them again.
+    """Stop OpenMP's idle threads, so that other threads can use their cores.
 
-    An idle thread of OpenMP waits actively for some milliseconds, and occupies a core that another
-    thread could use. Restarting the threads takes less than 0.1 ms. This does nothing if OpenMP 5.0
-    is not loaded. It also does nothing in a forked process, where GNU's OpenMP would wait forever
-    for the parent's threads. An ``os.fork`` before this module's import is not detected.
+    An idle thread of OpenMP polls for work for some milliseconds, and occupies a core meanwhile.
+    OpenMP restarts stopped threads in less than 0.1 ms when it needs them.
+
+    Nothing happens if OpenMP 5.0 is not loaded, or in a forked process, in which GNU's OpenMP would
+    wait forever for threads of the parent. If ``os.fork`` was called before this module was
+    imported, the process is not recognized as forked.
 
     Source: OpenMP 5.0, ``omp_pause_resource_all``.
     """
@@ -54,27 +58,27 @@ def pause_openmp() -> None:
 
 
 def load_compiler() -> None:
-    """Load the parts of numba that the first kernel needs.
+    """Load the parts of numba that kernels need, without compiling one or starting a thread.
 
-    A call before jobs are forked saves 0.25 s in each job. No kernel is compiled, and no thread is
-    started.
+    If a process calls this function before it forks jobs, each job saves 0.25 s.
     """
     cpu_target.target_context.refresh()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @dataclass(frozen=True)
 class _Kernel:
-    """The kernel of a kind of projection, and the sizes of the pieces into which work is split."""
+    """The compiled function for a kind of projection, and how its work is split into calls."""
 
     call: Callable[..., None]  # a function with the arguments of ``rademacher_slice_cpu``
     length: int  # number of coordinates in a slice, which is enough work for a thread
-    # Smallest number of samples in a call. Each call computes R again, so small calls are slow.
+    # The smallest number of samples in a call. Small calls are slow, because each call computes R.
     least_samples: int
-    # Largest number of samples in a call, whose gradients and sums still fit into the caches.
+    # The largest number of samples in a call, whose gradients and sums still fit into the caches.
     most_samples: int
 
 
-# Slice lengths for kinds whose work is proportional to proj_dim, and for the other kinds.
+# The number of coordinates in a slice for kinds whose work is proportional to proj_dim, and the
+# number for other kinds.
 _DENSE, _SPARSE = 2**14, 2**17
 _KERNELS = {
     ProjectionKind.RADEMACHER: _Kernel(rademacher_slice_cpu, _DENSE, 16, 512),
@@ -85,7 +89,7 @@ _KERNELS = {
 
 
 def slice_length(spec: ProjectionSpec) -> int:
-    """Return the number of coordinates in a slice, for ``hadamard`` a multiple of proj_dim."""
+    """Return the number of coordinates in a slice. For ``hadamard``, proj_dim divides it."""
     length = _KERNELS[spec.kind].length
     return max(length, spec.proj_dim) if spec.kind is ProjectionKind.HADAMARD else length
 
@@ -97,11 +101,11 @@ def _as_float32(rows: np.ndarray) -> np.ndarray:
 
 
 def _slice_rows(blocks: Sequence[np.ndarray], start: int, stop: int) -> tuple[np.ndarray, int, int]:
-    """Return a matrix that has the columns from ``start`` to ``stop`` of consecutive blocks.
+    """Return a matrix that contains columns ``start`` to ``stop`` of the concatenated blocks.
 
-    Also return where these columns start and stop in the matrix. The matrix is C-contiguous and
-    float32, because Numba would compile another kernel for any other layout. If a block has this
-    layout and contains all the columns, the block itself is returned.
+    Also return the indices in the matrix at which these columns start and stop. The matrix is
+    C-contiguous and float32, because Numba would compile another kernel for any other layout. If a
+    block has this layout and contains all the columns, the block itself is returned, not a copy.
     """
     parts = []
     first = 0
@@ -119,7 +123,7 @@ def _slice_rows(blocks: Sequence[np.ndarray], start: int, stop: int) -> tuple[np
 
 @cache
 def _pool(threads: int) -> ThreadPoolExecutor:
-    """Return a pool that is kept, because new threads may run on the same core at first."""
+    """Return a cached pool of threads. Several new threads might at first share a single core."""
     return ThreadPoolExecutor(threads)
 
 
@@ -128,7 +132,10 @@ if hasattr(os, "register_at_fork"):  # A forked process needs a new pool, as it 
 
 
 def _in_order(calls: Iterator[Callable[[], T]], threads: int, ahead: int) -> Iterator[T]:
-    """Yield the results of calls in order. At most ``ahead`` of them run or wait at a time."""
+    """Yield the results of calls in order, while several threads make the calls.
+
+    At most ``ahead`` calls are running, or finished with a result that was not yet yielded.
+    """
     first = list(islice(calls, 2 if threads > 1 else 0))
     if len(first) < 2:  # a single call, or one thread
         yield from (call() for call in chain(first, calls))
@@ -149,7 +156,11 @@ def _in_order(calls: Iterator[Callable[[], T]], threads: int, ahead: int) -> Ite
 
 
 def _shares(n_samples: int, kernel: _Kernel, n_slices: int, threads: int) -> list[slice]:
-    """Return slices of the samples that fit into the caches, and that keep all threads busy."""
+    """Return a slice of the samples for each call of a kernel.
+
+    Samples are split so that a call's gradients and sums fit into the caches, and so that there are
+    enough calls to keep all threads busy.
+    """
     n_useful = 1 if threads == 1 else -(-_CALLS * threads // n_slices)
     n_shares = max(
         min(n_useful, n_samples // kernel.least_samples), -(-n_samples // kernel.most_samples)
@@ -163,17 +174,17 @@ def project_cpu(
 ) -> None:
     """Add the unscaled projection of the gradient blocks to ``out``.
 
-    Each thread needs memory for a result, the kernel's sums, and a slice of the gradients. Two more
-    results may wait to be added if they fit into 64 MiB. A slice is copied only if it is not
-    float32, is not contiguous, or extends over several blocks.
+    Each thread needs memory for a result, for the kernel's sums, and for a slice of the gradients.
+    Two more results may wait to be added if all results fit into 64 MiB. The gradients of a slice
+    are copied only if they are not float32, are not contiguous, or are in several blocks.
 
     Args:
         blocks: Matrices (n_samples, n_i) with consecutive columns and one dtype: float32, float16,
             or uint16 with the bits of bfloat16.
         spec: The projection, of any kind except ``identity``.
         offset: Coordinate of the first column.
-        threads: Number of threads, which process slices, or shares of the samples of a slice.
-            Results are bitwise equal for any number of threads.
+        threads: Number of threads. They process different slices or, if there are few slices,
+            different samples of a slice. Results are bitwise equal for any number of threads.
         out: Shape (n_samples, proj_dim), float32.
     """
     stop = offset + sum(block.shape[1] for block in blocks)

@@ -1,11 +1,12 @@
-"""Helpers of the CPU kernels: vectors of eight samples, compilation, and random words.
+"""Functions to compile CPU kernels, and to generate their vector instructions and random words.
 
-Samples are grouped into tiles of eight, with one sample in each lane of a vector. For each
+Samples are grouped into tiles of eight, with one sample in each lane of a vector register. For each
 coordinate of the gradients or column of the result, a tile contains a *row of lanes*: eight float32
 numbers. The results of a sample are computed in the sample's lane and do not depend on the other
 samples of the batch. Lanes without a sample are zero.
 
-Intrinsics generate vector instructions, because LLVM does not vectorize loops over the lanes.
+Numba intrinsics generate the vector instructions, because LLVM would not vectorize loops over the
+lanes.
 """
 
 import os
@@ -35,10 +36,11 @@ _CACHE_FOLDER = Path(
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """Return Numba's dispatcher for a function. A call releases the global interpreter lock.
+    """Return a function that Numba compiles when it is first called.
 
-    Machine code is cached in NUMBA_CACHE_DIR if this variable is set, else in ``__pycache__`` next
-    to this file, or in the user's cache folder if ``__pycache__`` is not writable.
+    Calls release the global interpreter lock. Machine code is cached in NUMBA_CACHE_DIR if this
+    variable is set, else in ``__pycache__`` next to this file, or in the user's cache folder if
+    ``__pycache__`` is not writable.
     """
     # ``njit`` reads the cache folder from this setting.
     before = config.CACHE_DIR  # pyright: ignore[reportAttributeAccessIssue]
@@ -65,11 +67,11 @@ def philox4x32(c0, c1, c2, c3, k0, k1):
 
 @compiled
 def fill_words(words, first_call, q, tag, key):
-    """Write random words, four for each Philox call, to ``words``, uint32, of length 4 n.
+    """Fill ``words``, uint32, length 4 n, with the four random words of each of n Philox calls.
 
-    The n calls have c0 = first_call, first_call + 1, ... and the same q < 2^56, as defined in
-    ``reference.py``. ``tag`` is the tag of the kind of projection, and ``key`` is the result of
-    ``key_of``.
+    In the counters that ``reference.py`` defines, the calls have c0 = first_call, first_call + 1,
+    ... and the same q < 2^56. ``tag`` is the tag of the kind of projection, and ``key`` is the
+    result of ``key_of``.
     """
     seed_low, seed_high, stream = key
     low, high = np.uint32(q & 0xFFFFFFFF), np.uint32((q >> 32) | (tag << 24))
@@ -83,7 +85,7 @@ def fill_words(words, first_call, q, tag, key):
 
 
 def key_of(spec: ProjectionSpec) -> tuple[np.uint32, np.uint32, np.uint32]:
-    """Return the low and the high half of the seed, and the stream, for ``fill_words``."""
+    """Return the argument ``key`` of ``fill_words``: both halves of the seed, and the stream."""
     return np.uint32(spec.seed & 0xFFFFFFFF), np.uint32(spec.seed >> 32), np.uint32(spec.stream)
 
 
@@ -94,7 +96,7 @@ _VECTOR = ir.VectorType(ir.FloatType(), LANES)
 
 
 class LaneArray:
-    """Read and write an array that is an argument of an intrinsic.
+    """Generate code that reads and writes an array, which is an argument of an intrinsic.
 
     A *row of lanes* consists of eight consecutive float32 numbers, one for each of eight samples.
     """
@@ -114,13 +116,16 @@ class LaneArray:
         return self._builder.bitcast(self.pointer(first), vector.as_pointer())
 
     def load(self, row: Any, n: int = 1) -> Any:
-        """Return n consecutive rows of lanes, from number ``row`` on, as one vector."""
+        """Return n consecutive rows of lanes, starting with number ``row``, as one vector."""
         vector = self._builder.load(self._row(row, n))
         vector.align = 4
         return vector
 
     def strided(self, index: Sequence[Any]) -> Any:
-        """Return eight numbers of a matrix row, from ``index`` on, for any row stride."""
+        """Return eight consecutive numbers of a matrix row, starting at ``index``.
+
+        The rows of the matrix may have any stride.
+        """
         array = self._array()
         at = self._builder.ptrtoint(array.data, INT64)
         for i, axis in enumerate(index):
@@ -131,11 +136,11 @@ class LaneArray:
         return vector
 
     def store(self, vector: Any, row: Any, n: int = 1) -> None:
-        """Write a vector to n consecutive rows of lanes, from number ``row`` on."""
+        """Write a vector to n consecutive rows of lanes, starting with number ``row``."""
         self._builder.store(vector, self._row(row, n)).align = 4
 
     def gather(self, rows: Sequence[Any]) -> Any:
-        """Return the rows of lanes with the numbers ``rows``, of which there are one or two."""
+        """Return one or two rows of lanes as one vector. ``rows`` contains their numbers."""
         first = self.load(rows[0])
         if len(rows) == 1:
             return first
@@ -149,7 +154,7 @@ class LaneArray:
 
 
 def vector_intrinsic(generate: Callable[..., None]) -> Callable[..., Any]:
-    """Return a function that compiled code can call, and whose instructions ``generate`` writes.
+    """Return an intrinsic for compiled code. Its instructions are emitted by ``generate``.
 
     ``generate`` is called with LLVM's instruction builder and the function's arguments: a
     ``LaneArray`` for each array, and LLVM's value for each number.
@@ -227,7 +232,7 @@ def _transpose(builder, x, row, matrix, first, column):
 
 @compiled
 def fill_lanes(x, rows, at, start, stop):
-    """Copy n columns of ``rows``, from ``at`` on, to ``x``, with samples along the lanes.
+    """Copy columns ``at`` to ``at + n - 1`` of ``rows`` to ``x``, with samples along the lanes.
 
     ``rows`` is C-contiguous and contains one row for each sample. ``x`` has shape (n_tiles, n * 8),
     with eight samples in a tile. Both arrays are float32. Columns outside of the range ``start`` to
@@ -249,7 +254,11 @@ def fill_lanes(x, rows, at, start, stop):
 
 @compiled
 def fill_from_lanes(out, sums):
-    """Copy sums (n_tiles, at least proj_dim * 8) from lanes to ``out``, (n_samples, proj_dim)."""
+    """Copy the sums of each sample from its lane to its row of ``out``.
+
+    ``sums`` has shape (n_tiles, m) with m at least proj_dim * 8. ``out`` has shape (n_samples,
+    proj_dim).
+    """
     n_samples, proj_dim = out.shape
     for sample in range(n_samples):
         tile, lane = sample // LANES, sample % LANES

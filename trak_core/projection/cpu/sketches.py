@@ -1,8 +1,8 @@
-"""Sketches on a CPU: block-Hadamard projections and tensor sketches.
+"""Compute block-Hadamard projections and tensor sketches on a CPU.
 
-The fast Walsh-Hadamard transform needs log2(k) additions for each coordinate, where a product with
-a dense projection matrix needs k. Three of its log2(k) steps at a time are computed in registers. A
-tensor sketch adds each coordinate to one column.
+With k columns, the fast Walsh-Hadamard transform needs log2(k) additions for each coordinate, where
+a product with a dense projection matrix needs k. The log2(k) steps of the transform are computed in
+registers, three at a time. A tensor sketch needs only one addition for each coordinate.
 """
 
 from functools import lru_cache
@@ -28,15 +28,16 @@ from trak_core.settings import ProjectionKind, ProjectionSpec
 
 _HADAMARD = ProjectionKind.HADAMARD.tag
 _FLUSH_BLOCKS = 32  # blocks after which the sums are added to the total
-# First Philox call for the column signs E_b of a block. The calls for row signs D_b start at 0.
+# The number c0 of the first Philox call for the column signs E_b of a block. The calls for the row
+# signs D_b start at 0 (``reference.py``).
 COLUMN_SIGNS = 2**31
 
 
 def _butterfly(radix):
-    """Return a function for kernels that applies a Hadamard transform of length ``radix`` to ``x``.
+    """Return an intrinsic that applies Hadamard transforms of length ``radix`` in place.
 
-    Each row of ``x`` is a vector of lanes. The function combines the ``radix`` rows with the
-    indices first, first + step, first + 2 step, ..., separately for each lane, in place.
+    Each row of ``x`` contains one number for each of eight samples. The intrinsic transforms each
+    sample's numbers in the ``radix`` rows first, first + step, first + 2 step, ....
     """
 
     @vector_intrinsic
@@ -61,20 +62,23 @@ _butterfly_2, _butterfly_8 = _butterfly(2), _butterfly(8)
 
 @vector_intrinsic
 def _multiply(builder, x, row, sign):
-    """Multiply a row of lanes of ``x`` by a number."""
+    """Multiply all eight numbers in a row of ``x`` by ``sign``."""
     x.store(builder.fmul(x.load(row), spread(builder, sign)), row)
 
 
 @vector_intrinsic
 def _add_signed(builder, sums, column, x, row, sign):
-    """Add ``sign`` times a row of ``x`` to the sums of ``column``, in each lane."""
+    """Add ``sign`` times a row of ``x`` to the sums of ``column``, separately for 8 samples."""
     product = builder.fmul(x.load(row), spread(builder, sign))
     sums.store(builder.fadd(sums.load(column), product), column)
 
 
 @compiled
 def fill_signs(signs, words, first_call, block, key):
-    """Write a block's row signs (``first_call`` 0) or column signs (``COLUMN_SIGNS``), +1 or -1."""
+    """Fill ``signs`` with the signs of a block's rows or columns, +1 or -1.
+
+    ``first_call`` is 0 for the rows, and ``COLUMN_SIGNS`` for the columns.
+    """
     fill_words(words, first_call, block, _HADAMARD, key)
     for i in range(len(signs)):
         bit = (words[i >> 5] >> np.uint32(i & 31)) & np.uint32(1)
@@ -83,7 +87,7 @@ def fill_signs(signs, words, first_call, block, key):
 
 @compiled
 def _transform(x, n):
-    """Replace the first n rows of lanes of ``x`` by their Walsh-Hadamard transform."""
+    """Replace each sample's numbers in the first n rows of ``x`` by their Hadamard transform."""
     step = 1
     while step * 8 <= n:
         for group in range(0, n, 8 * step):
@@ -99,7 +103,7 @@ def _transform(x, n):
 
 @compiled
 def hadamard_slice_cpu(rows, start, stop, first, key, out):
-    """Write the ``hadamard`` projection of a slice, like ``rademacher_slice_cpu``."""
+    """Project a slice with ``hadamard``. The arguments are those of ``rademacher_slice_cpu``."""
     n_samples = len(rows)
     proj_dim = out.shape[1]
     n_tiles = tiles_of(n_samples)
@@ -132,14 +136,15 @@ _FLUSH = 32  # mean number of additions to a column's sum before the sum is adde
 
 
 class Hashes(NamedTuple):
-    """Buckets and signs of the rows and columns of all parameters, concatenated.
+    """The buckets and signs that define a tensor sketch, for all parameters.
 
-    Each parameter's rows come first, then its columns, then the next parameter's rows.
+    ``buckets`` and ``signs`` contain the values for the rows of the first parameter, then those for
+    its columns, then those for the rows of the second parameter, and so on.
     """
 
     starts: np.ndarray  # coordinate of each parameter's first entry, then n_params, int64
     shapes: np.ndarray  # number of rows and columns of each parameter, shape (n_parameters, 2)
-    # Index of each parameter's first row and first column in ``buckets``, shape (n_parameters, 2).
+    # The indices in ``buckets`` of each parameter's first row and column, shape (n_parameters, 2).
     positions: np.ndarray
     buckets: np.ndarray  # bucket of each row and column, int64
     signs: np.ndarray  # sign of each row and column, +1 or -1, float32
@@ -174,9 +179,10 @@ def hashes_of(spec: ProjectionSpec) -> Hashes:
 def tensor_sketch_slice_cpu(
     rows, start, stop, first, starts, shapes, positions, buckets, signs, out
 ):
-    """Write the tensor sketch of a slice, like ``rademacher_slice_cpu``.
+    """Write the tensor sketch of a slice of the gradients to ``out``.
 
-    The fields of ``Hashes`` replace the argument ``key``.
+    The arguments are those of ``rademacher_slice_cpu``, with the fields of ``Hashes`` in place of
+    ``key``.
     """
     n_samples = len(rows)
     proj_dim = out.shape[1]
@@ -217,7 +223,7 @@ def tensor_sketch_slice_cpu(
 
 @njit(fastmath={"reassoc"})
 def _norm(numbers):
-    """Return the norm of float32 numbers. In float64, their squares do not over- or underflow."""
+    """Return the norm of float32 numbers, computed in float64 so that no square overflows."""
     total = 0.0
     for number in numbers:
         total += np.float64(number) * np.float64(number)
@@ -230,8 +236,9 @@ def fill_pairs_cpu(left, right, bucket0, sign0, bucket1, sign1, out, is_complex)
 
     The factors have shapes (samples, tokens, n0) and (samples, tokens, n1). ``out`` has shape
     (tokens, samples, 2 k). All numbers are float32. The sketch of ``left`` comes first, then that
-    of ``right``. If ``is_complex``, entries of the two sketches alternate, and the two factors of
-    each token are first scaled to equal norms. If one factor is 0, both are multiplied by 0.
+    of ``right``. If ``is_complex``, the entries of the two sketches alternate instead, as real and
+    imaginary parts, and the two factors of each token are first scaled to equal norms. If one of
+    them is 0, both are multiplied by 0.
     """
     step, second = (2, 1) if is_complex else (1, out.shape[2] // 2)
     scale0 = scale1 = np.float32(1)

@@ -1,4 +1,4 @@
-"""Compile kernels once on each machine, cache the machine code, and launch it by CUDA's driver.
+"""Compile kernels, cache their machine code on disk, and launch it with CUDA's driver.
 
 numba-cuda compiles a kernel for one compute capability, one set of argument types, and one version
 of this folder's source. The machine code is cached under ``XDG_CACHE_HOME``, so later processes
@@ -7,8 +7,8 @@ import neither numba.cuda nor a compiler.
 The driver reads the arguments of a launch from an array, with 8 bytes for each argument. A 4-byte
 number is in the lower half of these 8 bytes. In numba's calling convention, a one-dimensional array
 is passed as seven arguments: two unused addresses, the number of entries, the size of an entry, the
-address, the length and the stride. A tuple is passed as one argument for each element. Unlike a
-launch by numba, a launch here does not inspect the types of arguments, which takes time.
+address, the length and the stride. A tuple is passed as one argument for each element. Launches by
+numba itself are not used, because numba takes time to inspect the types of all arguments.
 """
 
 import ctypes
@@ -70,7 +70,7 @@ def launch(
 
 
 def _simulated(type_name: str, argument: Any) -> Any:
-    """Return an argument for the simulator, which needs arrays and, for uint32, NumPy scalars."""
+    """Return an argument in the form that numba's simulator needs, an array for a tensor."""
     if isinstance(argument, Tensor):
         return argument.numpy()
     if not type_name.startswith("uint32"):
@@ -85,7 +85,7 @@ def definition(kernel: Kernel) -> Any:
 
 
 def words_of(arguments: Iterable[Any]) -> list[int]:
-    """Return the arguments of a launch as integers of 8 bytes, which the driver reads."""
+    """Return the arguments of a launch as 8-byte integers, of which a tensor needs seven."""
     words: list[int] = []
     for argument in arguments:
         if isinstance(argument, Tensor):
@@ -99,7 +99,7 @@ def words_of(arguments: Iterable[Any]) -> list[int]:
 
 
 class _Slots(threading.local):
-    """Memory, separate for each thread, for the arguments of a launch and their addresses."""
+    """The memory from which the driver reads the arguments of a launch. Each thread has its own."""
 
     def __init__(self) -> None:
         self.words = (ctypes.c_int64 * _MOST_ARGUMENTS)()
@@ -108,7 +108,7 @@ class _Slots(threading.local):
         self.addresses = (ctypes.c_void_p * _MOST_ARGUMENTS)(*addresses)
 
     def fill(self, words: Sequence[int]) -> int:
-        """Store the arguments, and return the address of the array of their addresses."""
+        """Store the arguments. Return the address of the array that contains their addresses."""
         struct.pack_into(f"{len(words)}q", self.words, 0, *words)
         return ctypes.addressof(self.addresses)
 
@@ -140,29 +140,35 @@ def _function(kernel: Kernel, types: tuple[str, ...], device: int) -> Any:
 
 
 def driver_version() -> int:
-    """Return the CUDA version of the driver, such as 13000."""
+    """Return the newest CUDA version that the driver supports, such as 13000 for 13.0."""
     return _check(_driver().cuDriverGetVersion(), "cuDriverGetVersion")
 
 
 def make_current(device: torch.device) -> None:
-    """Make torch's CUDA context current in this thread if none is. The driver needs one."""
+    """Make torch's CUDA context current in this thread, unless it already has a context.
+
+    The driver's functions need a current context.
+    """
     driver = _driver()
     if not int(_check(driver.cuCtxGetCurrent(), "cuCtxGetCurrent")):
         torch.cuda.current_stream(device).synchronize()
 
 
 def machine_code(kernel: Kernel, types: tuple[str, ...], capability: tuple[int, int]) -> bytes:
-    """Return the machine code of a kernel, from the cache or newly compiled."""
-    path = kept_path(".cubin", kernel, types, capability)
-    code = kept(path)
+    """Return the machine code of a kernel. Compile the kernel if its code is not cached."""
+    path = cache_path(".cubin", kernel, types, capability)
+    code = read_cached(path)
     if code is None:
         code = compile_kernel(kernel, types, capability)
-        keep(path, code)
+        write_cached(path, code)
     return code
 
 
-def kept_path(suffix: str, *key: Any) -> Path:
-    """Return the path of a cached file for a key and for the current source of this folder."""
+def cache_path(suffix: str, *key: Any) -> Path:
+    """Return the path of the file in the cache that has the given ``key`` and ``suffix``.
+
+    The path also depends on the source of this folder, so changed code does not use old files.
+    """
     base = os.environ.get("XDG_CACHE_HOME")
     if not base:
         base = os.devnull  # If the user has no home folder, nothing is cached.
@@ -172,8 +178,8 @@ def kept_path(suffix: str, *key: Any) -> Path:
     return Path(base, "trak_core", hashlib.sha256(_source() + text).hexdigest()[:32] + suffix)
 
 
-def kept(path: Path) -> bytes | None:
-    """Return the content that ``keep`` wrote, or None if the file is missing or damaged."""
+def read_cached(path: Path) -> bytes | None:
+    """Return the content that ``write_cached`` wrote. If it is missing or damaged, return None."""
     with suppress(OSError):
         stored = path.read_bytes()
         if hashlib.sha256(stored[32:]).digest() == stored[:32]:
@@ -181,15 +187,15 @@ def kept(path: Path) -> bytes | None:
     return None
 
 
-def keep(path: Path, content: bytes) -> None:
-    """Write the SHA-256 of the content, then the content. If that fails, no error is raised."""
+def write_cached(path: Path, content: bytes) -> None:
+    """Write content to a cached file, after its SHA-256. If this fails, raise no error."""
     with suppress(OSError, InputError), atomic_write(path) as partial:
         partial.write_bytes(hashlib.sha256(content).digest() + content)
 
 
 @cache
 def _source() -> bytes:
-    """Return the digest of this folder's source and the compilers' versions."""
+    """Return a hash of this folder's source and of the compilers' versions."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
@@ -200,7 +206,7 @@ def _source() -> bytes:
 
 
 def compile_kernel(kernel: Kernel, types: tuple[str, ...], capability: tuple[int, int]) -> bytes:
-    """Compile a kernel for a compute capability with numba-cuda. No GPU is needed."""
+    """Return the machine code of a kernel for a compute capability. This needs no GPU."""
     cuda: Any = importlib.import_module("numba.cuda")
     dispatcher = definition(kernel)
     code, _ = cuda.compile(
@@ -226,7 +232,7 @@ def _numba_type(name: str) -> Any:
 
 
 def _linked(code: bytes, capability: tuple[int, int]) -> bytes:
-    """Return the machine code for LTO-IR, the compiler's output, after link-time optimization."""
+    """Return the machine code that CUDA's linker makes from LTO-IR, the compiler's output."""
     nvjitlink: Any = importlib.import_module("cuda.bindings.nvjitlink")
     options = ["-lto", "-arch=sm_{}{}".format(*capability)]
     handle = nvjitlink.create(len(options), options)

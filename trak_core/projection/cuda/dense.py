@@ -1,8 +1,8 @@
-"""Project on a GPU with dense matrices of independent entries, with and without tensor cores.
+"""Project on a GPU with dense matrices, ``rademacher`` and ``normal``.
 
-The *portable kernel* uses plain float32 arithmetic and runs on any GPU and in the simulator. A
-block of threads processes one slice of coordinates and ``samples`` rows. Each thread processes four
-columns. The block loads 128 coordinates at a time into shared memory. Each thread computes the
+The *portable kernel* uses plain float32 arithmetic and runs on any GPU and in numba's simulator. A
+block of threads processes one slice of coordinates of 8 or 16 gradients. Each thread processes four
+columns of R. The block loads 128 coordinates at a time into shared memory. Each thread computes the
 entries of R for its columns in registers and multiplies every row by them. The result does not
 depend on the size of warps. Sums of 128 products are computed first and then added, which keeps
 rounding errors below 1e-6.
@@ -11,7 +11,8 @@ The *tensor-core kernel* for ``rademacher`` uses mma.sync (compute capability 8.
 never in memory. A warp computes the operands of m16n8k16 products from Philox words. An operand
 register holds two 16-bit entries, +1 or -1, and is computed by one shift and one logical operation.
 One Philox call returns all signs that a thread needs for 4 columns and 128 coordinates, in the
-order of the operands. Gradients are copied to shared memory one stage before they are used.
+order of the operands. Gradients are copied to shared memory in stages of 256 coordinates, and each
+stage is copied while the previous one is processed.
 
 The products are exact. Tensor cores add them in float32, rounding toward zero. After every 4096
 coordinates, the sums are added to totals in registers, rounding to nearest.
@@ -62,7 +63,10 @@ _STAGE = 256  # coordinates in shared memory at a time, for the tensor cores
 def _rademacher_block(samples):
     @device_function
     def add_block(tile, g, call, stream, keys, sums):
-        """Add the products for coordinates g to g + 127, where g is a multiple of 128."""
+        """Add the products of gradients and R for coordinates g to g + 127 to a thread's sums.
+
+        ``g`` is a multiple of 128.
+        """
         for t in range(4):
             words = words_at(call, 4 * (g >> 7) + t, _RADEMACHER, stream, keys)
             for bit in range(32):
@@ -83,7 +87,7 @@ def _rademacher_block(samples):
 def _normal_block(samples):
     @device_function
     def add_block(tile, g, call, stream, keys, sums):
-        """Add the products for coordinates g to g + 127."""
+        """Add the products of gradients and R for coordinates g to g + 127 to a thread's sums."""
         for i in range(_BLOCK):
             words = words_at(call, g + i, _NORMAL, stream, keys)
             r0, r1 = normal_of(words[0]), normal_of(words[1])
@@ -100,7 +104,7 @@ def _normal_block(samples):
 
 @cache
 def portable_kernel(kind: ProjectionKind, bfloat16: bool, samples: int, n_threads: int) -> Any:
-    """Return the kernel of ``rademacher`` or ``normal`` for blocks of ``samples`` rows."""
+    """Return the portable kernel, in which a block of threads processes ``samples`` gradients."""
     add_block = (_normal_block if kind is ProjectionKind.NORMAL else _rademacher_block)(samples)
     read = widen_bfloat16 if bfloat16 else widen
     n_tile, n_sums = _BLOCK * samples, 4 * samples
@@ -144,9 +148,10 @@ def portable_kernel(kind: ProjectionKind, bfloat16: bool, samples: int, n_thread
 
 @cache
 def tensor_core_kernel(tile: Tile, bfloat16: bool, flush: int) -> Any:
-    """Return the kernel for one tile and dtype.
+    """Return the tensor-core kernel. Gradients are float16, or bfloat16 if ``bfloat16`` is true.
 
-    After every ``flush`` coordinates, a power of two and at least 256, sums are added to totals.
+    ``tile`` is the size of a thread block's result. After every ``flush`` coordinates, sums are
+    added to totals, which reduces rounding errors. ``flush`` is a power of two, at least 256.
     """
     mma = ptx.mma_bfloat16 if bfloat16 else ptx.mma_float16
     ones = uint32(0x3F803F80 if bfloat16 else 0x3C003C00)
@@ -154,7 +159,7 @@ def tensor_core_kernel(tile: Tile, bfloat16: bool, flush: int) -> Any:
     sample_tiles, column_tiles = tile.sample_tiles, tile.column_tiles
     rows, n_threads = 8 * sample_tiles, 32 * tile.n_warps
     n_warps, warp_columns = tile.n_warps, 16 * column_tiles
-    # With 16 bytes of padding, the entries of 8 rows at a coordinate are in 32 different banks.
+    # With 16 bytes of padding, the parts of 8 rows that are loaded together are in different banks.
     row_bytes = 2 * _STAGE + 16
     stage_bytes = rows * row_bytes
     n_shared = stage_bytes + 8  # 16-bit numbers in two stages, and 16 bytes for alignment
@@ -168,7 +173,7 @@ def tensor_core_kernel(tile: Tile, bfloat16: bool, flush: int) -> Any:
 
     @unrolled(n_copies)
     def copy_stage(i, shared, memory, row_stride, origin, first_row, n_rows, begin, end, g):
-        """Start to copy gradients at 256 coordinates from g on, with 0 outside of the slice."""
+        """Start to copy gradients at coordinates g to g + 255. Outside of the slice, copy 0."""
         e = uint32(cuda.threadIdx.x) + uint32(i * n_threads)
         row, part = e // uint32(per_row), e & uint32(per_row - 1)
         first = g + int64(part) * 8
@@ -235,7 +240,7 @@ def tensor_core_kernel(tile: Tile, bfloat16: bool, flush: int) -> Any:
 
     @unrolled(n_sums)
     def write(i, first_row, n_rows, first_column, line, proj_dim, totals, sums, partials):
-        """Write sum i of a thread. Its sums start at row ``first_row``, column ``first_column``."""
+        """Write sum i of a thread. Its first sum is at ``first_row`` and ``first_column``."""
         m, n = (i >> 2) // sample_tiles, (i >> 2) % sample_tiles
         row = first_row + 8 * n + (i & 1)
         j = first_column + 32 * (m >> 1) + 2 * (m & 1) + (i >> 1 & 1)

@@ -1,7 +1,7 @@
-"""Functions that CUDA kernels call: random words (Philox), signs and normal entries of R.
+"""Functions that CUDA kernels call to compute random words, signs and normal entries of R.
 
-They compute what ``reference.py`` defines, one word in each call. In numba's simulator, they run as
-plain Python, so that tests without a GPU can compare their results bit for bit with the definition.
+``reference.py`` defines the results. In numba's simulator, the functions run as plain Python, so
+that tests without a GPU can compare them bit for bit with the definition.
 """
 
 from collections.abc import Callable
@@ -41,9 +41,9 @@ def device_function(function: Callable[..., Any]) -> Callable[..., Any]:
 def unrolled(n: int) -> Callable[..., Any]:
     """Return the decorator that replaces a loop for i = 0, ..., n - 1 by n calls of its body.
 
-    The body is a device function ``body(i, *arguments)``. Decorated, it takes ``*arguments``, and
-    makes all n calls. Each i is a constant, so that arrays that are indexed by i can stay in
-    registers. A loop is not used, because some versions of the compiler do not unroll it.
+    The body is a device function ``body(i, *arguments)``. The decorated function takes
+    ``*arguments`` and makes all n calls. In each call, i is a constant, so that arrays that are
+    indexed by i can stay in registers. Some versions of the compiler would not unroll a loop.
     """
 
     def decorate(body):
@@ -74,7 +74,7 @@ def _round(c0, c1, c2, c3, k0, k1):
 
 @device_function
 def philox(c0, c1, c2, c3, keys):
-    """Return the four random words, uint32, for a counter. ``keys`` are the seed's round keys."""
+    """Return the four random words, uint32, for a counter. ``keys`` are the keys of all rounds."""
     # The rounds are written out, because the compiler might not unroll a loop.
     c0, c1, c2, c3 = _round(c0, c1, c2, c3, keys[0], keys[1])
     c0, c1, c2, c3 = _round(c0, c1, c2, c3, keys[2], keys[3])
@@ -107,8 +107,8 @@ else:
 
     libdevice: Any = numba.cuda.libdevice
 
-# These functions prevent the compiler from fusing a * b + c into one operation, which rounds only
-# once. Entries would then differ from the definition.
+# These functions prevent the compiler from fusing a * b + c into one operation. That would round
+# only once, so entries of R would differ from the definition in ``reference.py``.
 _multiply, _add = libdevice.fmul_rn, libdevice.fadd_rn
 
 
@@ -144,7 +144,7 @@ def widen(value):
 
 @device_function
 def widen_bfloat16(bits):
-    """Convert the bits of a bfloat16 gradient, int16, to float32."""
+    """Convert a bfloat16 gradient, whose bits are stored as int16, to float32."""
     return _bits_as_float(uint32(uint32(int32(bits)) << uint32(16)))
 
 

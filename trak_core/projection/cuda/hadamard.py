@@ -9,10 +9,10 @@ with other threads through shared memory, and continues with the next bits. The 
 stay in registers. If k is small, a slice contains many blocks of coordinates, and their sums are
 added in two stages, which reduces rounding errors.
 
-For k > 8192, let u be the upper bits of an input's index, x_u the n inputs with these bits, and D
-their signs. The transform is linear, so the outputs with upper bits z are the transform of the sum
-over u of (-1)^popcount(u & z) D x_u. Each z has a block of threads, which adds these k / n terms
-while it reads them.
+For k > 8192, the k numbers do not fit into one block of threads. Let u be the upper bits of an
+input's index, x_u the n inputs with these bits, and D their signs. The transform is linear, so the
+outputs with upper bits z are the transform of the sum over u of (-1)^popcount(u & z) D x_u. Each z
+has a block of threads, which adds these k / n terms while it reads them.
 """
 
 from functools import cache
@@ -36,7 +36,7 @@ from trak_core.projection.cuda.variants import held_bits
 from trak_core.settings import ProjectionKind
 
 _HADAMARD = ProjectionKind.HADAMARD.tag
-_SIGNS_OUT = 2**31  # the first Philox call of E_b
+_SIGNS_OUT = 2**31  # the number c0 of the first Philox call for E_b
 
 
 def _butterflies(held, n_bits):
@@ -44,7 +44,7 @@ def _butterflies(held, n_bits):
 
     @device_function
     def transform(x):
-        """Transform pairs of values whose indices differ in one of the ``n_bits`` lowest bits."""
+        """Apply the first ``n_bits`` steps of a Hadamard transform to a thread's values."""
         for bit in range(n_bits):
             for v in range(n_values):
                 if v & (1 << bit) == 0:
@@ -56,10 +56,11 @@ def _butterflies(held, n_bits):
 
 
 def _rounds(n_bits, held):
-    """Return two numbers for each round of a transform of 2**n_bits numbers.
+    """Return the rounds of a Hadamard transform of 2**n_bits numbers, a pair for each round.
 
-    A round transforms the values that one thread holds, whose indices differ in ``held`` bits. The
-    numbers are the lowest of these bits, and how many of them no earlier round has transformed.
+    In a round, each thread transforms the values that it holds, whose indices differ in ``held``
+    consecutive bits. The pair contains the lowest of these bits, and the number of these bits for
+    which no earlier round has applied the butterflies.
     """
     low = n_bits - held
     rounds = [(low, held)]
@@ -73,9 +74,9 @@ def _rounds(n_bits, held):
 def hadamard_kernel(proj_dim: int, inner: int, n_rows_held: int, bfloat16: bool, flush: int) -> Any:
     """Return the Hadamard kernel for one ``proj_dim``.
 
-    ``inner`` is the length of a transform. Each block of threads processes ``n_rows_held`` rows.
-    After every ``flush`` blocks of coordinates, a power of two, sums are added to totals, which
-    reduces rounding errors.
+    Each block of threads processes ``n_rows_held`` gradients with transforms of length ``inner``.
+    After every ``flush`` blocks of coordinates, sums are added to totals, which reduces rounding
+    errors. ``flush`` is a power of two.
     """
     in_stages = proj_dim < flush
     n_outer = proj_dim // inner
@@ -104,15 +105,20 @@ def hadamard_kernel(proj_dim: int, inner: int, n_rows_held: int, bfloat16: bool,
         """
         upper = uint32(uint32(thread >> uint32(low)) << uint32(low + held))
         i = uint32(upper | uint32(thread & uint32((1 << low) - 1)))
-        # With a gap after every 16 entries, threads access different banks of shared memory.
+        # A gap after every 16 entries lets threads access different banks of shared memory.
         return uint32(i + uint32(i >> uint32(4)))
 
     @device_function
     def swap(exchange, base, thread, x, before, after):
-        """Exchange values so that a thread's indices differ in the bits from ``after`` on."""
+        """Exchange values between threads.
+
+        Before the exchange, the indices of the values in a thread differ in the bits from
+        ``before`` on. After the exchange, they differ in the bits from ``after`` on.
+        """
         at = uint32(base + position_of(thread, before))
         for v in range(n_values):
-            # The bits of v and of the thread are disjoint, so their gaps add.
+            # The position without gaps is the sum of two numbers that have no bit in common, so the
+            # gaps before both numbers can be added.
             exchange[uint32(at + uint32((v << before) + (v << before >> 4)))] = x[v]
         cuda.syncthreads()
         at = uint32(base + position_of(thread, after))
@@ -123,7 +129,7 @@ def hadamard_kernel(proj_dim: int, inner: int, n_rows_held: int, bfloat16: bool,
 
     @device_function
     def sign_in(signs, first, v, thread):
-        """Return the word that has the sign of a thread's input ``v``, and the number of its bit.
+        """Return the word with the sign of a thread's input ``v``, and the number of its bit.
 
         The input's index is first + v * n_threads + thread, where ``first`` is a multiple of 32.
         """

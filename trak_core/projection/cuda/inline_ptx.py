@@ -42,7 +42,7 @@ def _instruction(
     def typed(*_):
         return result(*arguments), generate
 
-    # Numba reads the number of arguments from the signature. The first is its own context.
+    # Numba reads the number of arguments from the signature. The first argument is its context.
     names = "context", *(f"argument_{i}" for i in range(len(arguments)))
     typed.__signature__ = Signature([
         Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names
@@ -51,7 +51,7 @@ def _instruction(
 
 
 def repeated(body: Any, n: int) -> Any:
-    """Return a function that calls ``body(i, ...)`` for i = 0, ..., n - 1, with constants i."""
+    """Return a function that calls ``body(i, ...)`` with the constants i = 0, ..., n - 1."""
 
     @intrinsic
     def calls(typing_context, *arguments):
@@ -87,8 +87,8 @@ and_xor = _instruction(
     "lop3.b32 $0, $1, $2, $3, 0x6a;", "=r,r,r,r", _WORD, _WORD, _WORD, _WORD, side_effect=False
 )
 
-# Copy a word. The compiler does not know that the copy is equal, so it computes results from the
-# copy again instead of keeping earlier results in registers.
+# Copy a word. The compiler cannot see that the copy equals the word. Therefore it computes results
+# from the copy again, instead of keeping the results for the word in registers.
 opaque_copy = _instruction("mov.b32 $0, $1;", "=r,r", _WORD, _WORD)
 
 # Start to copy 16 bytes to shared memory. The arguments are the destination, the source and the

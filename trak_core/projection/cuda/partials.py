@@ -14,7 +14,7 @@ def add_partials_kernel(n_threads: int) -> Any:
     def _add_partials_kernel(
         partials, n_slices, n_planes, n_rows, proj_dim, out, row_stride, column_stride
     ):
-        """Add the sums of all slices to ``out``. Each entry is added by one thread, in order."""
+        """Add the sums of all slices to ``out``, in order, with one thread for each entry."""
         n_entries = int64(n_rows) * proj_dim
         step = int64(cuda.gridDim.x) * n_threads
         for entry in range(int64(cuda.blockIdx.x) * n_threads + cuda.threadIdx.x, n_entries, step):

@@ -1,4 +1,4 @@
-"""Project on a GPU, after a test that the kernel runs there and computes the defined matrix."""
+"""Project gradients on a GPU. Before a kernel is first used, check that its results are right."""
 
 import importlib.util
 from collections.abc import Generator, Sequence
@@ -37,15 +37,15 @@ def require_numba_cuda() -> None:
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """Return a GPU's compute capability, for the simulator the lowest that is supported."""
+    """Return a GPU's compute capability, or the lowest supported one for numba's simulator."""
     if is_simulated():
         return LEAST_CAPABILITY
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
         least, present = ("{}.{}".format(*c) for c in (LEAST_CAPABILITY, capability))
         raise InputError(
-            f"To project on a GPU, its compute capability must be at least {least}. The GPU "
-            f"{name_of(device)} has capability {present}. {INSTEAD}",
+            f"To project on a GPU, the GPU must have compute capability {least} or later. Found "
+            f"{name_of(device)}, which has capability {present}. {INSTEAD}",
             code="projection.capability",
         )
     return capability
@@ -83,7 +83,8 @@ def choose(spec: ProjectionSpec, dtype: torch.dtype, device: torch.device) -> pr
             name, variant = "hadamard", variants.hadamard_variant
         case kind:
             raise InputError(
-                f"The kind of projection must have a kernel for GPUs. {kind} has none. {INSTEAD}",
+                "To project on a GPU, the kind of projection must have a kernel for GPUs. Found "
+                f"{kind}, which has none. {INSTEAD}",
                 code="projection.gpu_kind",
             )
     if n_planes == 2:
@@ -110,7 +111,7 @@ def require_right_matrix(
     device: torch.device,
     n_samples: int,
 ) -> None:
-    """Before a kernel is first used on a device, check that it computes the defined matrix R.
+    """Before a kernel is first used on a device, check that it computes the right matrix R.
 
     The projections of unit vectors are rows of R, which are compared with ``reference.py``. The
     tested rows have coordinates beyond 2^32, on both sides of the boundary between two slices and
@@ -124,8 +125,8 @@ def require_right_matrix(
     marker = None  # the file that records a passed test of the kernel on this GPU model
     if not is_simulated():
         key = kernel, str(dtype), name_of(device), compiled.driver_version()
-        marker = compiled.kept_path(".right", *key)
-    if marker is not None and compiled.kept(marker) is not None:
+        marker = compiled.cache_path(".right", *key)
+    if marker is not None and compiled.read_cached(marker) is not None:
         _passed.add((device, kernel, dtype))
         return
     proj_dim = min(spec.proj_dim, COLUMNS) if spec.is_nested else spec.proj_dim
@@ -160,21 +161,21 @@ def require_right_matrix(
     if wrong.any():
         row, column = np.argwhere(wrong)[0]
         raise InputError(
-            f"The kernel {method.name} must compute the defined projection matrix. On "
-            f"{name_of(device)}, {wrong.sum()} of {wrong.size} entries of {spec.kind} are wrong "
-            f"for {dtype} gradients. The first is at coordinate {offset + picks[row]}, column "
-            f"{column}: {matrix[row, column]} instead of {expected[row][column]}. Project on the "
-            "CPU, and report this error with the versions of numba-cuda and of the driver.",
+            f"The kernel {method.name} must compute the same projection matrix as the CPU. On "
+            f"{name_of(device)}, {wrong.sum()} of {wrong.size} entries of the {spec.kind} matrix "
+            f"are wrong for {dtype} gradients. The first is at coordinate {offset + picks[row]}, "
+            f"column {column}: {matrix[row, column]} instead of {expected[row][column]}. Project "
+            "on the CPU, and report this error with the versions of numba-cuda and of the driver.",
             code="projection.kernel_differs",
         )
     _passed.add((device, kernel, dtype))
     if marker is not None:
-        compiled.keep(marker, b"")
+        compiled.write_cached(marker, b"")
 
 
 @contextmanager
 def _on(device: torch.device) -> Generator[None]:
-    """Run with a GPU as the current device of this thread, and with a current CUDA context."""
+    """Make a GPU, and its CUDA context, current in this thread for a ``with`` block."""
     if is_simulated():
         yield
         return

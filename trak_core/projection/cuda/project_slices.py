@@ -44,7 +44,7 @@ _W0, _W1 = 0x9E3779B9, 0xBB67AE85  # added to Philox's keys after each round
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """A method to project gradients of a dtype on a device."""
+    """The kernel for gradients of a dtype on a device, and the form in which it reads them."""
 
     name: str
     variant: Callable[[int], Variant]  # returns the kernel for a number of rows
@@ -57,7 +57,7 @@ class Method:
 
 @cache
 def round_keys(seed: int) -> tuple[int, ...]:
-    """Return the two keys of each of Philox's ten rounds."""
+    """Return the keys of Philox's ten rounds, two for each round, as 20 numbers."""
     low, high = seed & 0xFFFFFFFF, seed >> 32
     keys = [((low + i * _W0) & 0xFFFFFFFF, (high + i * _W1) & 0xFFFFFFFF) for i in range(10)]
     return tuple(key for pair in keys for key in pair)
@@ -78,7 +78,8 @@ def _add_partials(partials: torch.Tensor, n_slices: int, n_planes: int, out: tor
     """Add the sums of all slices to ``out``, (n_rows, proj_dim), in the order of the slices.
 
     ``partials`` has shape (n_slices, n_planes * n_rows, proj_dim), float32, as a flat array. If
-    gradients were split into two planes, the sums of a slice's planes are added first.
+    gradients were split into two planes, their high and low parts, the sums of a slice's planes are
+    added first.
     """
     n_rows, proj_dim = out.shape
     n_blocks = min(4096, -(-n_rows * proj_dim // _THREADS))
@@ -89,11 +90,11 @@ def _add_partials(partials: torch.Tensor, n_slices: int, n_planes: int, out: tor
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive slices for one launch, read from block number ``block``, or from a copy."""
+    """Consecutive slices that one launch of a kernel processes."""
 
     first_slice: int
     last_slice: int
-    block: int | None
+    block: int | None  # the block that the kernel reads without a copy, or None if it reads a copy
 
 
 def runs(
@@ -104,12 +105,13 @@ def runs(
     most_in_place: int,
     most_gathered: int,
 ) -> Iterator[Run]:
-    """Yield runs that cover each slice of consecutive blocks once, in order.
+    """Yield the launches that process all slices of consecutive blocks, in order.
 
     ``bounds`` contains the coordinates (start, stop) of each block. No block is empty. ``in_place``
-    states whether the kernel can read the block without a copy. This is done for blocks with at
-    least ``least`` slices, for which it is faster. ``most_in_place`` and ``most_gathered`` limit
-    the number of slices in a run without and with a copy.
+    states for each block whether the kernel can read it without a copy. Blocks with fewer than
+    ``least`` slices are copied nevertheless, because a launch for several small blocks is faster.
+    ``most_in_place`` and ``most_gathered`` limit the number of slices in a launch without and with
+    a copy.
     """
     first, end = bounds[0][0], bounds[-1][1]
     done, last = first // SLICE, -(-end // SLICE)
@@ -120,7 +122,8 @@ def runs(
             yield Run(s, min(s + step, stop), block)
 
     for block, ((start, stop), usable) in enumerate(zip(bounds, in_place, strict=True)):
-        # The slices that lie within this block. Only the first and the last slice may be partial.
+        # The slices that lie within this block. If the first or the last slice of all blocks is
+        # incomplete, it counts as well.
         low = start // SLICE if start == first else -(-start // SLICE)
         high = -(-stop // SLICE) if stop == end else stop // SLICE
         if usable and (high - low >= least or (start == first and stop == end)):
@@ -186,7 +189,7 @@ def project_slices(
     starts = [offset]
     for block in blocks:
         starts.append(starts[-1] + block.shape[1])
-    # Half of the memory is for the sums of slices, and half for gathered gradients.
+    # Half of the memory is for the sums of slices, and half for copies of gradients.
     sums_bytes = 4 * n_rows * proj_dim
     slice_bytes = max(sums_bytes, method.dtype.itemsize * n_rows * SLICE)
     most_in_place, most_gathered = (

@@ -10,10 +10,10 @@ from trak_core.settings import ProjectionSpec
 
 
 class Kernel(NamedTuple):
-    """The name of a kernel: the function that returns it, and this function's arguments."""
+    """The function that returns a kernel, and its arguments, which together identify the kernel."""
 
     factory: str  # the module in this folder and the function, such as ``dense.portable_kernel``
-    arguments: tuple[Any, ...] = ()  # the function's arguments
+    arguments: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +26,13 @@ class Variant:
 
 
 THREADS = 128  # number of threads in a block of the portable kernel
-# Possible numbers of rows that a block of the portable kernel processes. The first number that is
-# large enough for all rows is used, or the last number if there is none.
+# The numbers of rows that a block of the portable kernel can process. The first number that is
+# large enough for all rows is used, or the last number if none is.
 SAMPLES = (8, 16)
 
 
 def portable_variant(spec: ProjectionSpec, bfloat16: bool, n_rows: int) -> Variant:
-    """Return the portable kernel of ``rademacher`` or ``normal``, and launch sizes for the rows."""
+    """Return the portable kernel for ``spec``, and its launch sizes for a number of rows."""
     samples = next((samples for samples in SAMPLES if n_rows <= samples), SAMPLES[-1])
     grid = -(-spec.proj_dim // (4 * THREADS)), -(-n_rows // samples)
     kernel = Kernel("dense.portable_kernel", (spec.kind, bfloat16, samples, THREADS))
@@ -57,8 +57,8 @@ class Tile:
         return 16 * self.column_tiles * self.n_warps
 
 
-# The first tile that is large enough for all rows is used, or the last tile if there is none. On an
-# H200, blocks of 4 warps were the fastest, because a barrier in a larger block stops more warps.
+# The first tile that is large enough for all rows is used, or the last tile if none is. On an H200,
+# blocks of 4 warps were the fastest, because a barrier in a larger block stops more warps.
 TILES = (Tile(1, 4, 4, 6), Tile(2, 4, 4, 4), Tile(4, 4, 4, 2))
 
 
@@ -76,18 +76,21 @@ def tensor_core_variant(spec: ProjectionSpec, bfloat16: bool, n_rows: int) -> Va
 
 HADAMARD_INNER = 8192  # the longest transform of a thread block, with 34 KiB of shared memory
 HADAMARD_THREADS = 128  # minimum number of threads in a block, which may process several rows
-HADAMARD_FLUSH = (
-    256  # blocks of coordinates after which sums are added to totals, if proj_dim < 256
-)
+# If proj_dim is less than this number, sums are added to totals after this number of blocks of
+# coordinates.
+HADAMARD_FLUSH = 256
 
 
 def held_bits(inner: int) -> int:
-    """Return b if a thread holds 2**b of the ``inner`` numbers of a Hadamard transform."""
+    """Return the b for which a thread holds 2**b of the ``inner`` numbers of a transform."""
     return min(4, inner.bit_length() - 1)
 
 
 def hadamard_variant(spec: ProjectionSpec, bfloat16: bool, n_rows: int) -> Variant:
-    """Return the Hadamard kernel, whose ``spec.proj_dim`` must divide the length of a slice."""
+    """Return the Hadamard kernel and its launch sizes for a number of rows.
+
+    ``spec.proj_dim`` must divide the length of a slice.
+    """
     inner = min(spec.proj_dim, HADAMARD_INNER)
     n_threads = inner >> held_bits(inner)
     n_rows_held = max(1, HADAMARD_THREADS // n_threads)
