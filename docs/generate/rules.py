@@ -34,7 +34,7 @@ PARAMS = {
     "question": "the experiment's `data`",
     "retrained_spec": "`evaluation.subsets`",
     "signature": "the content of your own file, or its size and time in a store",
-    "spec": "the settings that determine the numbers, which the file has as attribute `spec`",
+    "spec": "the settings that determine the numbers, which are the attribute `spec` of the file",
     "study_file": "the path of the study",
     "sweep": "`evaluation.sweep`",
     "targets": "the experiment's `targets`",

@@ -15,7 +15,7 @@ def test_two_runs_side_by_side(here):
     for folder, frame in (("results", ours), ("other-results", theirs.iloc[::-1, ::-1])):
         (here / folder / "scores").mkdir(parents=True)
         frame.to_hdf(here / folder / "scores/mix.h5", key="scores")
-    ((_, code),) = blocks("docs/reference/evaluation-files.md", "Two runs side by side")
+    ((_, code),) = blocks("docs/reference/evaluation-files.md", "Agreement of two runs")
     exec(code, names := {})
     agreement = names["agreement"]
     assert agreement.index.tolist() == targets
