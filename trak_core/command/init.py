@@ -15,7 +15,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from trak_core.config.checkpoint_list import folder_names, grouped, of_trainer, times_of
+from trak_core.config.checkpoint_list import folder_names, grouped, times_of, trainer_checkpoints
 from trak_core.config.read_config import ALL_TARGETS
 from trak_core.data.rows import (
     LINES,
@@ -449,7 +449,7 @@ def _config_text(
     ids = next(ids for ids in (stems, longer, numbered) if len({*ids}) == len(ids))
     times = times_of(checkpoints)
     values = [{"path": str(p), **times[p]} if p in times else str(p) for p in checkpoints]
-    steps = [[step for step, _ in of_trainer(path)] for path in checkpoints]
+    steps = [[step for step, _ in trainer_checkpoints(path)] for path in checkpoints]
     saved = [
         f"checkpoints of one run, of the steps {listed(some)}" if some else "" for some in steps
     ]
