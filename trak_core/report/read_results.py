@@ -1,4 +1,4 @@
-"""Read the artifacts of a study for the report."""
+"""Read from the files of results what the report shows."""
 
 import json
 from collections import Counter
@@ -138,7 +138,8 @@ def read_experiment(
     tells how well the models predict them.
 
     Returns:
-        A file with these tables. The index of ``train`` and ``moved`` is the row in the study.
+        A ``File`` with these tables. The index of ``train`` and ``moved`` contains the positions of
+        the samples in the study's training data.
 
         - ``targets``: all targets.
         - ``shown``: the first ``n_shown`` targets.
@@ -153,7 +154,7 @@ def read_experiment(
         - ``saturated``: the fraction of training samples whose loss weight is near 0.
         - ``n_train``: the number of training samples.
         - ``n_trained_on`` and ``fit``: see the functions ``n_trained_on`` and ``with_fit``.
-        - ``influential``: the ids of the training samples with a strong influence on any target.
+        - ``influential``: the ids of the training samples in ``top_influences`` of any target.
         - ``most_harmful``: the ids of up to 100 samples that harm targets most.
         - ``n_harmful``: the number of samples that harm more than they help.
     """
@@ -317,10 +318,10 @@ _SHOWN = {
 
 
 def read_measured(path: Path, results: Path, kind: ArtifactKind) -> File:
-    """Return the tables and numbers of an evaluation, of removals or of groups.
+    """Return the tables and numbers that the report shows of a file of the given ``kind``.
 
-    ``kind`` is the kind of the file. Differences between groups are sorted by their absolute
-    values, with the largest first.
+    The kinds are evaluations, removals and groups. Differences between groups are sorted by their
+    absolute values, with the largest first.
     """
     keys, names = _SHOWN[kind]
     with open_artifact(path, kind) as file:
