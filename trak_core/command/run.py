@@ -89,7 +89,7 @@ def check_config_file(word: str, config: str) -> None:
     if not config.endswith((".yaml", ".yml", ".json")) or not Path(config).is_file():
         raise InputError(
             f"The first argument of `trak {word}` must be an existing config file whose name ends "
-            f"in .yaml, .yml or .json. Found {config} (from {Path.cwd()}).",
+            f"in .yaml, .yml or .json. Found {config} (relative to {Path.cwd()}).",
             code="command.no_config",
         )
 
@@ -120,7 +120,7 @@ def _can_fork() -> bool:
 def study_imports(study: Path) -> list[str]:
     """Return the sorted dotted names that a study's top-level code imports from packages.
 
-    If the code matches ``_CHANGES_IMPORTS``, the list is empty.
+    If the code may change the effect of imports (see ``_CHANGES_IMPORTS``), the list is empty.
     """
     modules = study_modules(study)
     contents = [file.read_bytes() for file in modules.values()]

@@ -222,7 +222,7 @@ def _check_arguments(name: str, arguments: Mapping[str, Any], about: _ReadyMade)
             missing = "no file in" if path.is_dir() else "nothing at"
             raise InputError(
                 f"study_arguments: {key} must be an existing file or a folder with files. Found "
-                f"{missing} {path} (from {Path.cwd()}).",
+                f"{missing} {path} (relative to {Path.cwd()}).",
                 code="config.study_arguments",
             )
 

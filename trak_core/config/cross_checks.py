@@ -82,9 +82,10 @@ def check_label_draws(config: Mapping[str, Any]) -> None:
 
 
 def lists_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the settings of each list in the config's ``lists``, by the name of the list.
+    """Return the settings of each list of samples in the config's ``lists``, by the list's name.
 
-    ``experiment`` defaults to the config's only experiment, or to None if it has several.
+    If a list has no ``experiment``, it is set to the config's only experiment, or to None if there
+    are several.
     """
     lists, experiments = config.get("lists", []), list(config["experiments"])
     only = experiments[0] if len(experiments) == 1 else None

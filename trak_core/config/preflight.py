@@ -98,7 +98,7 @@ def _user_files(specs: Specs, is_stored: bool) -> tuple[dict[str, list[str | Non
                 code="config.stored",
             )
         return {}, []
-    here = f"(from {Path.cwd()})"
+    here = f"(relative to {Path.cwd()})"
     checkpoints = defaultdict[str, list[str | None]](list)
     for checkpoint in specs.checkpoints.values():
         if checkpoint.path is not None and "://" not in checkpoint.path:
@@ -305,10 +305,10 @@ def _check_sizes(specs: Specs, facts: Mapping[str, Any]) -> None:
     n_samples = facts["n_samples"]
     for split, n_shards in specs.shards.items():
         if n_shards > n_samples[split]:
-            subject = "the training data" if split == TRAIN else f"experiment {split}"
+            kind = "training samples" if split == TRAIN else f"targets of experiment {split}"
             raise InputError(
                 f"The number of shards must be at most the number of samples. Found {n_shards} "
-                f"shards for {n_samples[split]} samples of {subject}.",
+                f"shards for {n_samples[split]} {kind}.",
                 code="compute.shards",
             )
     n_train = n_samples[TRAIN]

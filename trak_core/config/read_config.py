@@ -207,7 +207,7 @@ def output_file(model_output: str | Mapping[str, str], study: Path) -> Path | No
     if not Path(place[0]).is_file():
         raise InputError(
             "model_output: the Python file that contains the function must exist. Found no file at "
-            f"{place[0]} (from {Path.cwd()}).",
+            f"{place[0]} (relative to {Path.cwd()}).",
             code="config.missing_output",
         )
     return Path(place[0])
@@ -396,9 +396,10 @@ def _alternatives(schemas: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _leaves(error: jsonschema.ValidationError) -> Iterable[jsonschema.ValidationError]:
-    """Yield the errors to show for a validation error, in place of a vague one for an ``anyOf``.
+    """Yield the most specific errors that jsonschema has found for a validation error.
 
-    These are the errors of the alternatives in the ``anyOf`` that allow the type of the value.
+    An error for an ``anyOf`` only says that no alternative matches. The errors of the alternatives
+    that allow the type of the value say why.
     """
     context = error.context or ()
     other = {e.schema_path[0] for e in context if e.validator in ("type", "const") and not e.path}

@@ -34,7 +34,10 @@ class FinishedRun:
 
     @classmethod
     def of_config(cls, config: dict[str, Any], results: Path, folder: Path) -> Self:
-        """Return the run of a config that has all defaults. Raise an error if files are missing."""
+        """Return the run of a config that has all defaults.
+
+        Raise an error if a file is missing that is needed to score samples.
+        """
         results, folder = results.resolve(), folder.resolve()
         with contextlib.chdir(folder):
             if not Path(config["study"]).is_file():

@@ -384,8 +384,8 @@ def _base(folder: Path) -> str | None:
     raise InputError(
         f"{folder / ADAPTER_CONFIG}: base_model_name_or_path must be a folder (relative to the "
         f"adapter's folder or to {Path.cwd()}) or a model in the cache of the Hugging Face Hub. "
-        f"Found {base}. Copy the base model to that folder. Or load the model and the tokenizer "
-        "once by `from_pretrained` of `AutoModelForCausalLM` and `AutoTokenizer`.",
+        f"Found {base}. Copy the base model to this path, or load the model and the tokenizer once "
+        "with `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained`.",
         code="studies.adapter_base",
     )
 

@@ -129,7 +129,7 @@ def saved_length(tokenizer: Any, most: int | None) -> int | None:
     if length > most or (not truncation and length == most):
         return None
     notice(
-        f"texts are cut to {length} tokens, as by the tokenizer when it was saved. If "
+        f"texts are cut to {length} tokens, the length to which the saved tokenizer cuts texts. If "
         "training cut texts to another length, set max_tokens in study_arguments."
     )
     return length

@@ -119,9 +119,9 @@ def _line_chart(
 ) -> Chart:
     """Return a chart of lines.
 
-    ``ceiling`` is None, or a row with the noise ceiling ``lds`` and its interval from ``low`` to
-    ``high``, which is drawn in grey. By default, ticks are at the points of the first line, if it
-    has at most six points.
+    If ``ceiling`` is given, the noise ceiling ``lds`` in this row and its interval from ``low`` to
+    ``high`` are drawn in grey. By default, the x-axis has ticks at the points of the first line if
+    there are at most six.
     """
     if x_ticks is None and len(lines[0].x) <= 6:
         x_ticks = lines[0].x
