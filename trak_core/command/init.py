@@ -101,7 +101,7 @@ def init(words: Sequence[str]) -> None:
             code="command.config_name",
         )
     if not folder.is_dir():
-        message = f"`trak init` needs a folder. Found no folder at {folder} (relative to {Path.cwd()})."
+        message = f"`trak init` needs a folder. Found no folder at {folder.absolute()}."
         raise InputError(message, code="command.no_folder")
     text, report = config_for(folder)
     usual = "results-" + re.sub(r"[^A-Za-z0-9._-]+", "_", config.stem)
