@@ -59,8 +59,8 @@ READY_MADE = {
     "image_folder": _ReadyMade("image_classification", ("images", "targets"), names_images=True),
     "tabular": _ReadyMade(None, ("table", "targets")),
 }
-# A ready-made study annotates its parameters with types. For each annotation, this is the type that
-# the value in `study_arguments` must have, and the words for this type in error messages.
+# Maps the annotation of a ready-made study's parameter to the type that the argument must have, and
+# to the words for this type in error messages.
 _TYPES = {
     "str": (str, "a text, in quotes"),
     "int": (int, "an integer"),
@@ -75,8 +75,8 @@ _FUNCTIONS = (
     *("train_columns", "target_columns", "class_names", "as_read"),
 )
 
-# `study_arguments` cannot set the arguments that the pipeline itself passes to a study's function.
-# These are the number of its positional arguments and the names of its keyword arguments.
+# The pipeline itself passes these arguments to a study's functions, so `study_arguments` cannot set
+# them: the given number of positional arguments, and the keyword arguments with the given names.
 _N_POSITIONAL = {"draw": 2, "describe": 1, "as_read": 1, "token_texts": 1}
 _KEYWORDS = {"train": ("seed", "data")}
 # The pipeline calls these functions without arguments. `study_arguments` must therefore contain a
@@ -138,10 +138,10 @@ def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[
 
 
 def builder_of(config: Mapping[str, Any]) -> str:
-    """Return what a user must correct if the model is wrong, in words for error messages.
+    """Return the words by which error messages name the origin of the model.
 
-    This is make_model() for a user's study. A ready-made study builds the model itself, so the user
-    must correct the setting that names the model.
+    The origin is make_model() for a user's study. For a ready-made study, the origin is the setting
+    from which its make_model(), a function that users do not know, builds the model.
     """
     name = re.sub(r"_study_[0-9a-f]{8}\.py$", "", Path(str(config.get("study"))).name)
     if name not in READY_MADE:
@@ -185,8 +185,9 @@ def _own_source(study: Path, arguments: Mapping[str, Any]) -> str:
     problems += [f"{key}: {value}" for key, value in arguments.items() if not _is_plain(value)]
     if problems:
         raise InputError(
-            f"study_arguments must map parameters of the functions in {study} to plain values. The "
-            f"parameters are: {', '.join(sorted(taken)) or 'none'}. Found {'; '.join(problems)}.",
+            f"study_arguments must map parameters of the functions in {study} to text, numbers, "
+            "true or false, lists or mappings. The parameters are: "
+            f"{', '.join(sorted(taken)) or 'none'}. Found {'; '.join(problems)}.",
             code="config.study_keywords",
         )
     return _OWN.format(path=str(study), functions="\n".join(lines))
@@ -212,8 +213,9 @@ def _check_arguments(name: str, arguments: Mapping[str, Any], about: _ReadyMade)
             problems.append(f"{key}: {value}")
     if problems:
         raise InputError(
-            f"study_arguments must map parameters of {name} to plain values. The parameters are: "
-            f"{', '.join(types)}. Required: {', '.join(required)}. Found {'; '.join(problems)}.",
+            f"study_arguments must map parameters of {name} to text, numbers, true or false, lists "
+            f"or mappings. The parameters are: {', '.join(types)}. Required: "
+            f"{', '.join(required)}. Found {'; '.join(problems)}.",
             code="config.study_arguments",
         )
     for key in about.files:

@@ -1,4 +1,4 @@
-"""Read from a config which checkpoints exist, and which training run saved each of them when."""
+"""Read a config's checkpoints: ids, paths, the runs that saved the checkpoints, and the times."""
 
 import json
 import re
@@ -228,7 +228,8 @@ def _trained(
         return
     if times == []:
         raise InputError(
-            f"If `at` is a list, it must contain a time. Found an empty list for run {name!r}.",
+            "If `at` is a list, it must contain at least one time. Found an empty list for run "
+            f"{name!r}.",
             code="config.checkpoint_time",
         )
     for at in times if isinstance(times, list) else [times]:
@@ -236,9 +237,9 @@ def _trained(
 
 
 def _saved(name: str, value: Any, _: Any) -> Iterator[tuple[str, Checkpoint]]:
-    """Yield the id and the properties of each checkpoint that the user gives under one name.
+    """Yield the id and the properties of each checkpoint that the entry ``name`` stands for.
 
-    These are several checkpoints if the path is a folder that a Trainer has filled.
+    There are several if the path is a folder in which a Trainer saved several checkpoints.
     """
     entry = {"path": value} if isinstance(value, str) else value
     unknown = [str(key) for key in entry if key not in _KEYS] if isinstance(entry, Mapping) else []
@@ -260,7 +261,7 @@ def _saved(name: str, value: Any, _: Any) -> Iterator[tuple[str, Checkpoint]]:
         raise InputError(
             f"{path}: `at` must not be set for a folder in which a Trainer saved several "
             "checkpoints, because the Trainer's steps are used as times. Found "
-            f"`at: {at}` for checkpoint {name!r}. Remove it.",
+            f"`at: {at}` for checkpoint {name!r}. Remove `at`.",
             code="config.checkpoint_time",
         )
     for number, folder in folders:

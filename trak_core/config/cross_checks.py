@@ -14,10 +14,10 @@ from trak_core.settings.target_filter import Condition
 
 
 def _refuse(code: str, setting: str, rules: Iterable[tuple[bool, str, Any]], remedy: str) -> None:
-    """Raise an error for the first broken rule among the rules for configs with ``setting``.
+    """Raise an error if a config with ``setting`` breaks one of the rules for this setting.
 
-    Each rule is a tuple of three parts: whether the config breaks it, the requirement in words, and
-    the value in the config. ``remedy`` tells the user what to do.
+    Each rule is a tuple of three parts: whether the config breaks the rule, the requirement in
+    words, and the value in the config. ``remedy`` tells the user what to do.
     """
     for is_broken, requirement, value in rules:
         if is_broken:
@@ -121,7 +121,7 @@ def removals_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def check_removals(config: Mapping[str, Any]) -> None:
-    """Raise an error if ``evaluation.removals`` names a list that does not exist or fit."""
+    """Raise an error if ``evaluation.removals`` names a list that cannot be tested."""
     lists = lists_of(config)
     for about in removals_of(config).values():
         if (name := about.get("list")) is None:
@@ -162,8 +162,8 @@ def check_lists(config: Mapping[str, Any]) -> None:
     if not about_output(output).better and lists.keys() - {"duplicates"}:
         raise InputError(
             "lists need a model output for which a larger value means a smaller loss. Found "
-            f"{output_name(output)}. If this holds for your own model output, add "
-            "`larger_is_better: true` to the keys of model_output.",
+            f"{output_name(output)}. If larger values of your own model output do mean a smaller "
+            "loss, add `larger_is_better: true` to the keys of model_output.",
             code="config.list_output",
         )
     pool = "pool" in lists.get("select", {})
@@ -276,9 +276,9 @@ def check_columns(proj_dim: int, kind: str, evaluation: Mapping[str, Any]) -> No
     if wrong:
         raise InputError(
             "Each value in evaluation.sweep.proj_dim is the number of columns to use of the stored "
-            f"features, which have {proj_dim}. It must be at most {proj_dim} if projection.kind is "
-            f"{' or '.join(nested)}, and exactly {proj_dim} for other kinds. Found {wrong[0]} with "
-            f"{kind}.",
+            f"features, which have {proj_dim}. This value must be at most {proj_dim} if "
+            f"projection.kind is {' or '.join(nested)}, and exactly {proj_dim} for other kinds. "
+            f"Found {wrong[0]} with {kind}.",
             code="config.sweep_columns",
         )
 
@@ -337,7 +337,7 @@ def check_config_entries(entries: Iterable[str]) -> None:
 
 
 def _paths(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each path in a config, preceded by the key whose value it is."""
+    """Yield the key and the value of each setting in a config that is a path."""
     yield "study", config["study"]
     yield "model_output", output_name(config.get("model_output", ""))
     if isinstance(config["checkpoints"], str):

@@ -29,8 +29,8 @@ _GROUP_DRAWS = 1000
 class Need:
     """The memory that a job needs: ``fixed_bytes``, and ``row_bytes`` for each row of a block.
 
-    A job has two blocks in memory at the same time. ``remedy`` is what a user can do apart from
-    raising ``compute.memory_mb``.
+    A job has two blocks in memory at the same time. ``remedy`` tells the user what else helps if
+    ``compute.memory_mb`` is too small.
     """
 
     job: str
@@ -96,7 +96,7 @@ def normal_matrix_need(proj_dim: int, *, divides: bool) -> Need:
 
 
 def scores_need(proj_dim: int, n_targets: int) -> Need:
-    """Return the memory for solving with a checkpoint's normal matrix, and for the scores."""
+    """Return the memory for one checkpoint's scores, including its factorized normal matrix."""
     job = f"the scores of one checkpoint with proj_dim {proj_dim} and {n_targets} targets"
     return Need(job, 24 * proj_dim * (proj_dim + n_targets), 12 * (proj_dim + n_targets))
 
@@ -139,7 +139,7 @@ def holds_solved(need: Need, block: int, memory_mb: int, n_checkpoints: int, siz
     """Return whether the averaging job can keep the solved targets of all checkpoints in memory.
 
     The solved targets of a checkpoint are the product of its target features and inverse normal
-    matrix, a matrix of ``size`` numbers. ``need`` contains those of one checkpoint. ``block`` is
+    matrix, a matrix of ``size`` numbers. ``need`` includes those of one checkpoint. ``block`` is
     the number of rows in a block.
     """
     spare = memory_mb * 2**20 - need.fixed_bytes - 2 * block * need.row_bytes

@@ -145,7 +145,7 @@ def stored_signature(path: str, store: Any, results: Path) -> str:
 
 
 def refuse_future(files: Iterable[str]) -> None:
-    """Raise an error if a file was modified in the future by the clock of this machine.
+    """Raise an error if the modification time of a file is in the future.
 
     Snakemake would consider all results from such a file outdated, and delete them.
     """
@@ -247,7 +247,10 @@ def _facts(
 
 
 def _is_large(checkpoint: Path) -> bool:
-    """Return whether a checkpoint's model may be large, as any adapter's base model may be."""
+    """Return whether a checkpoint's model may be large.
+
+    For an adapter, the answer is yes, because its size does not show that of its base model.
+    """
     if not checkpoint.is_dir():
         return checkpoint.stat().st_size >= LARGE_BYTES
     files = [path for path in checkpoint.iterdir() if path.is_file()]

@@ -125,7 +125,7 @@ def completed(
 
 
 def given_by_command(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``--config`` values of the last run, if ``path`` was its only config file."""
+    """Return the ``--config`` values of the last run, or {} if it used other config files."""
     results = config.get("results", "results")
     known = read_record(Path(results) / CONFIG_RECORD) if isinstance(results, str) else {}
     files = [Path(results, known["folder"], file) for file in known.get("config_files", ())]
@@ -172,7 +172,7 @@ def recorded_config(results: Path) -> tuple[dict[str, Any], Path]:
 
 
 def module_folders(question: Path, study: Path) -> list[Path]:
-    """Return the folders in which a file of targets, ``question``, and the study find modules."""
+    """Return the folders to search for modules that the study or ``question`` imports."""
     return [question.parent, study.parent]
 
 
@@ -281,7 +281,7 @@ _TextKeyLoader.add_constructor(
 
 
 def merged(old: Any, new: Any) -> Any:
-    """Return ``new``, or, as in Snakemake, ``old`` updated recursively if both are mappings."""
+    """Return ``new``. If both values are mappings, merge them recursively, as Snakemake does."""
     if not isinstance(old, Mapping) or not isinstance(new, Mapping):
         return new
     return {**old, **{key: merged(old.get(key), value) for key, value in new.items()}}
@@ -291,7 +291,7 @@ def with_values_read(config: Mapping[str, Any], entries: Sequence[str]) -> dict[
     """Return ``config`` with the values inside mappings and lists of ``--config`` parsed as YAML.
 
     ``entries`` are the ``key=value`` words after ``--config``. Snakemake has already parsed
-    ``top=3`` as a number, but in ``projection={proj_dim: 256}`` it leaves "256" a text.
+    ``top=3`` as a number, but in ``projection={proj_dim: 256}`` it leaves the number as text.
     """
     read = dict(config)
     for key, _, text in (entry.partition("=") for entry in entries):
@@ -312,8 +312,8 @@ def with_values_read(config: Mapping[str, Any], entries: Sequence[str]) -> dict[
 def _check_plain(value: Any, where: str = "") -> None:
     """Raise an error for values that JSON lacks, such as dates, and for keys that are not text.
 
-    ``where`` is the key of ``value`` in the config, which error messages show. Only the ids of
-    checkpoints may be other than text.
+    ``where`` is the key of ``value`` in the config, which error messages show. The ids of
+    checkpoints need not be text.
     """
     if isinstance(value, list):
         for i, inner in enumerate(value):
@@ -335,8 +335,8 @@ def _check_plain(value: Any, where: str = "") -> None:
         )
 
 
-# Types are stricter than in JSON Schema, which accepts 16.0 as an integer (NumPy does not), and NaN
-# regardless of a minimum and a maximum.
+# JSON Schema accepts 16.0 as an integer, which NumPy does not, and accepts NaN regardless of a
+# minimum and a maximum. The types of this validator are stricter.
 _Validator = jsonschema.validators.extend(  # pyright: ignore[reportAttributeAccessIssue]
     jsonschema.Draft202012Validator,
     type_checker=jsonschema.Draft202012Validator.TYPE_CHECKER.redefine_many({

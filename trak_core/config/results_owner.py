@@ -45,8 +45,8 @@ def show_results(
 ) -> None:
     """Log which files exist at the end of a run, and what the report says about the results.
 
-    The report contains a statement on how well the scores fit, and warnings, whose titles are
-    logged. ``is_stored`` means that the results are in remote storage.
+    The log repeats the report's sentence on how well the models predict their training samples, and
+    the titles of its warnings. ``is_stored`` means that the results are in remote storage.
     """
     for kind, paths in files.items():
         if existing := sorted(file for file in paths if is_stored or Path(file).exists()):
@@ -108,7 +108,7 @@ def differences_of_copy(config: Mapping[str, Any], results: Path) -> list[str]:
 
 
 def _is_copy(known: Mapping[str, Any], results: Path) -> bool:
-    """Return whether a folder is a copy, judging by the location in its record of the last run."""
+    """Return whether a folder of results is a copy, because ``known`` was recorded elsewhere."""
     made = Path(results, known["folder"], known.get("results", ""))
     return "results" in known and os.path.relpath(made) != os.path.relpath(results)
 
@@ -116,6 +116,6 @@ def _is_copy(known: Mapping[str, Any], results: Path) -> bool:
 def _study_of(config: Mapping[str, Any]) -> tuple[str, Any]:
     """Return the name of a config's study, and ``study_arguments``, to compare two configs."""
     # The path of a generated study file contains the results folder and a digest, which can differ
-    # for the same study. They are left out.
+    # for the same study. Only the name of the study is kept.
     study = re.sub(r"(?:.*/)?(\w+)_study_[0-9a-f]{8}\.py$", r"\1", str(config.get("study")))
     return study, config.get("study_arguments")

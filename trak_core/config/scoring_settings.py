@@ -12,7 +12,10 @@ from trak_core.settings import Combine, FeaturesSpec, ScoresSpec, Weighting, cur
 
 
 def usual_combine(*, several_times: bool) -> Combine:
-    """Return the default ``combine``, given whether checkpoints are from several times of runs."""
+    """Return the default ``combine``.
+
+    ``several_times`` is true if the checkpoints were saved at several times during training.
+    """
     return Combine.UNIT_AVERAGE if several_times else Combine.PRODUCT_OF_AVERAGES
 
 
@@ -68,7 +71,7 @@ def fill_in_scoring(config: dict[str, Any], *, several_times: bool) -> str:
 def features_spec(
     config: Mapping[str, Any], study_digest: str, state_dicts: Mapping[str, str]
 ) -> FeaturesSpec:
-    """Return the settings that a config sets for the features, or Gramians, of all checkpoints."""
+    """Return the settings of features, or of Gramians, that are the same for all checkpoints."""
     patterns, projection = config["parameters"], config["projection"]
     is_projected = not isinstance(projection, str)
     return FeaturesSpec(

@@ -47,7 +47,7 @@ _COLUMNS = ("train_columns", "target_columns")
 
 @cache
 def _question_digest(path: Path, study: Path) -> str:
-    """Return a hash of an experiment's ``data``. The cache makes it the same for all jobs."""
+    """Return a hash of an experiment's ``data``, cached so that all jobs get the same hash."""
     if not path.is_file():
         raise InputError(
             f"experiments: `data` must be an existing file. Found no file at {path}.",
@@ -172,7 +172,10 @@ class Specs:
         return ordered(self.training | dict(self.checkpoints[self.runs[run][0]].arguments))
 
     def times(self, run: str) -> list[float] | None:
-        """Return the ascending times at which a run saves checkpoints, or None for only its end."""
+        """Return the times at which a run saves checkpoints, in ascending order.
+
+        Return None if the run saves only one checkpoint, at its end.
+        """
         times = [self.checkpoints[name].at for name in self.runs[run]]
         return None if None in times else [at for at in times if at is not None]
 
@@ -180,8 +183,8 @@ class Specs:
     def trained_together(self) -> list[tuple[list[str], list[str]]]:
         """Groups of runs that save checkpoints at the same times.
 
-        Each pair contains the suffixes that these times add to a run's name to form the ids of its
-        checkpoints, and the runs.
+        Each group is a pair of lists: the suffixes that the times add to the ids of checkpoints,
+        such as "-10" for the time 10, and the runs.
         """
         groups: dict[tuple[str, ...], list[str]] = {}
         for run, ids in self.runs.items():
@@ -195,7 +198,7 @@ class Specs:
         return any(mentions(Path(path), *_COLUMNS) for path in files if path.endswith(".py"))
 
     def targets_digest(self, split: str) -> str | None:
-        """Return a hash of what selects a split's samples: their ids, condition and file.
+        """Return a hash of the settings that select a split's samples, and of their file.
 
         ``split`` is an experiment, the pool, or the training samples, for which the result is None.
         """
@@ -222,7 +225,7 @@ class Specs:
         return replace(self.self_influence, experiment=experiment, targets_digest=digest)
 
     def list_scores(self, kind: str) -> ScoresSpec:
-        """Return the settings of the scores by which samples get into the list ``kind``."""
+        """Return the settings of the scores by which the samples of a list are chosen."""
         digest = self.targets_digest(POOL) if kind == "select" else None
         return replace(self.scores(self.lists[kind]["experiment"]), pool_digest=digest)
 
