@@ -115,7 +115,7 @@ class _Session:
         self.is_typed = self._reads_input and is_terminal
         self.has_failed = False
         self._answers: list[Answer] = []
-        # Maps the id of each sample to where it is from, such as "target 3" or "line 5".
+        # Maps the id of each sample to its origin, such as "target 3" or "line 5".
         self._places: dict[str, str] = {}
         self._outputs = [path for path in (asked.csv, asked.html) if path is not None]
         if is_terminal:
@@ -171,7 +171,7 @@ class _Session:
         print(f"Error: {message}", file=sys.stderr, flush=True)
 
     def _samples(self) -> Iterator["Asked"]:
-        """Yield the sample of each target and line, or print an error if there is no sample."""
+        """Yield the sample of each target and line. If one is not valid, print an error."""
         for target_id in self._asked.target:
             place = f"target {target_id}"
             try:
@@ -235,12 +235,12 @@ class _Session:
 
 
 def _check_outputs(run: "FinishedRun", asked: argparse.Namespace, outputs: list[Path]) -> None:
-    """Raise an error if two outputs are the same file, or if one would replace a run's file."""
+    """Raise an error if two outputs are the same file, or if one would replace a used file."""
     from trak_core.runtime.files import matches
 
     used_files = [Path(asked.config), *filter(None, (asked.file,)), run.results]
     used_files += [run.checkpoint(name) for name in run.specs.checkpoints]
-    # A new file that matches a pattern in `data_files` would be treated as data.
+    # The next run would treat an output that matches a pattern in `data_files` as data.
     used_files += [*run.specs.files, *map(Path, run.specs.config["data_files"])]
     for i, path in enumerate(outputs):
         for used in (*used_files, *outputs[:i]):
@@ -324,11 +324,11 @@ def _in_words(answer: "Answer") -> str:
 
 
 def _in_colours(tokens: "pd.DataFrame") -> list[str]:
-    """Return a line that lists the tokens with the largest scores.
+    """Return a line that lists the tokens with the largest scores, after a line with all tokens.
 
-    On a terminal, a line with all tokens precedes it. Tokens that push the output up are green,
-    tokens that push it down are red, and the strongest are bold. The environment variable
-    ``NO_COLOR`` turns this line off.
+    In the line with all tokens, tokens that push the output up are green, tokens that push it down
+    are red, and the strongest are bold. This line is left out if the output is not a terminal or
+    if the environment variable ``NO_COLOR`` is set.
     """
     scores = tokens["score"].to_numpy()
     if not scores.any():

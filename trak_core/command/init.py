@@ -47,8 +47,8 @@ _PAIRS = (
     *(("instruction", "output"), ("instruction", "response"), ("input", "output")),
 )
 _DEPTH = 4  # Search four levels of subfolders, as in a Trainer's runs/first/out/checkpoint-5.
-# A config selects only the first few targets, but all targets if they have classes and are not too
-# many, because a list of suspects needs hundreds of targets.
+# The number of targets that a config selects. If targets have classes, it selects all of up to
+# _MOST_LABELLED targets, because a list of suspects needs hundreds of targets.
 _N_TARGETS, _MOST_LABELLED = 3, 2000
 _NEEDED = (
     "weights in Hugging Face format (config.json or adapter_config.json, possibly in "
@@ -135,13 +135,13 @@ def config_for(folder: Path) -> tuple[str, list[str]]:
 
 
 def _config_of(folder: Path, inside: Sequence[Path], report: list[str]) -> str | None:
-    """Return the text of a config for the folders ``inside``, or None if a study needs more."""
+    """Return the text of a config for the folders ``inside``, or None if they contain no study."""
     # timm saves a state dict together with a config that contains the name of the network.
     saved = [path for path in inside if (path / "model.safetensors").is_file()]
     timm = {path: name for path in saved if (name := _json(path / _MODEL).get("architecture"))}
     weights = [path for path in inside if path not in timm and _weights_config(path)]
     images = [path for path in inside if path not in weights and _has_images(path)]
-    # Files in a folder of weights can be the texts, but not the checkpoints of another network.
+    # A folder of Hugging Face weights may contain the texts too, but no separate state dicts.
     plain = [path for path in inside if path not in weights]
     files = sorted({p for place in (folder, *plain) for p in place.iterdir() if p.is_file()})
     rows = [path for path in files if path.suffix in SUFFIXES and _may_be_rows(path)]
@@ -157,7 +157,7 @@ def _config_of(folder: Path, inside: Sequence[Path], report: list[str]) -> str |
     loads = _loadable(states, report) if images or rows else {}
     if not loads:
         return None
-    # Checkpoints of the same network contain tensors of the same names and shapes. If there are
+    # Checkpoints of the same network contain tensors with the same names and shapes. If there are
     # several networks, the config is for the one with the most checkpoints.
     networks = grouped(loads, loads.__getitem__)
     checkpoints = sorted(max(networks, key=len))
@@ -226,7 +226,7 @@ def _refuse_here(paths: Sequence[Path], subject: str) -> None:
         if Path.cwd().is_relative_to(path):
             raise InputError(
                 f"{subject} must not be in the current folder, because results are written here. "
-                f"Found them in {path}. Run in the folder above it: trak init {path.name}",
+                f"Found them in {path}. Run this in the folder above: trak init {path.name}",
                 code="command.results_here",
             )
 
@@ -263,7 +263,7 @@ def _split(paths: Sequence[Path], report: list[str]) -> tuple[Path, Path | None]
 def _nearest_data(
     data: list[Path], chosen: Sequence[Path], others: Sequence[Path], report: list[str]
 ) -> list[Path]:
-    """Return the paths in ``data`` that are as near to the weights ``chosen`` as to ``others``.
+    """Return the paths in ``data`` that are at least as near to ``chosen`` as to ``others``.
 
     The more folders two paths have in common, the nearer they are. If all data are nearer to
     ``others``, all data are returned.
@@ -282,7 +282,7 @@ def _may_be_rows(path: Path) -> bool:
     """Return whether a file may contain samples, judging by the beginning of a .json file.
 
     Samples are a list of objects that contain texts. Settings are not a list, and the objects in a
-    log contain only numbers. Other files than .json are not checked.
+    log contain only numbers. Files with other endings are not checked.
     """
     if path.suffix != LIST:
         return True

@@ -33,13 +33,13 @@ sys.argv[0] = "snakemake"
 _CALL, _CALL_WITH_BRIEF_LOG = "main()", 'main(["--logger=trak", *sys.argv[1:]])'
 # Options of Snakemake with which jobs may run on other machines.
 _ELSEWHERE = ("-e", "--executor", "--profile", "--workflow-profile")
-# Jobs are forked from a process that has already imported what they need. These are the imports for
-# all jobs, for jobs that use an optimizer, and for studies of texts.
+# Jobs are forked from a process that imports modules in advance: for all jobs, for jobs that use an
+# optimizer, and for studies of texts.
 _STAGES = "trak_core.runtime.job:import_stages()"
 _OPTIMIZERS = "torch._dynamo"
 _TEXTS = ("transformers.AutoModelForCausalLM", "transformers.AutoTokenizer")
 # A study whose code contains one of these words may change environment variables or import paths
-# before it imports packages. These packages must not be imported earlier.
+# before it imports packages. In this case, the packages must not be imported in advance.
 _CHANGES_IMPORTS = re.compile(rb"\b(environb?|putenv|unsetenv|dotenv|sys|site)\b")
 
 
@@ -100,7 +100,7 @@ def _is_elsewhere(arguments: Sequence[str]) -> bool:
 
 
 def _read(config: Path) -> Any:
-    """Return the content of a config if it is YAML, from which the imports are then chosen."""
+    """Return the content of a config. A YAML config must be valid, and for JSON return None."""
     if config.suffix == ".json":
         return None
     try:
@@ -137,7 +137,7 @@ def study_imports(study: Path) -> list[str]:
 
 
 def preloaded(config: Any) -> list[str]:
-    """Return the modules that the process from which jobs are forked imports for a config."""
+    """Return the modules that are imported in advance, in the process that forks the jobs."""
     config = config if isinstance(config, dict) else {}
     study = str(config.get("study"))
     names = [_STAGES]
@@ -168,7 +168,7 @@ def run(config: str, arguments: Sequence[str]) -> None:
     content = _read(Path(config))
     is_here = not _is_elsewhere(arguments)
     preload = preloaded(content) if is_here and _can_fork() else []
-    # With --forks-late, imports begin when the first job starts, so a run without jobs needs none.
+    # With --forks-late, the first job starts the imports, so a run without jobs imports nothing.
     forks = ["--executor=forks", "--forks-late", f"--forks-preload={','.join(preload)}"]
     command = snakemake_command(config, [*arguments, *(forks if preload else [])])
     print(shlex.join(command), file=sys.stderr, flush=True)

@@ -76,7 +76,7 @@ class FinishedRun:
         return [self.checkpoint(name), *(self.results / path for path in made)]
 
     def check_scores(self) -> None:
-        """Raise an error if scores were computed with other settings than those of the config."""
+        """Raise an error if the run's scores are for settings other than those in the config."""
         for name in self.specs.experiments:
             path = self.results / "scores" / f"{name}.h5"
             if path.exists():

@@ -57,7 +57,8 @@ class OpenRun(FittedAttributor):
     def scores(self, experiment: str) -> Scores:
         """Return an experiment's scores.
 
-        If the run stored descriptions of the samples, tables have them as ``described_text``.
+        If the run stored texts that describe the samples, the tables of samples contain these texts
+        in the column ``described_text``.
         """
         path = self.folder / "scores" / f"{experiment}.h5"
         if not path.is_file():
@@ -254,7 +255,7 @@ class OpenRun(FittedAttributor):
         return answers
 
     def _tokens(self, group: Sequence[Asked], scores: Scores, k: int) -> pd.DataFrame | None:
-        """Return scores by token with the tokens' texts, or None after a notice if this fails."""
+        """Return scores by token with texts. If this fails, print a notice and return None."""
         asked_by_id = dict(zip(scores.targets.index, group, strict=True))
         try:
             table, _ = self.tokens(scores, k)

@@ -226,8 +226,8 @@ def _rows(images: Path) -> RowFile:
     """Return a row with the path, label and id of each image in a folder or a table.
 
     In a folder, files are images if torchvision's ``ImageFolder`` accepts their endings. Hidden
-    files are skipped, unlike in ``ImageFolder``. A notice lists skipped images, and other files
-    that are visible.
+    files are skipped, unlike in ``ImageFolder``. A notice lists the hidden images, and all visible
+    files that are not read.
     """
     if images.is_dir():
         inside = [path.relative_to(images) for path in sorted(images.glob("**/*"))]

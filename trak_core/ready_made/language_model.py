@@ -115,8 +115,8 @@ def language_model(
                     "The field `messages` must be a list of objects with `role` and `content`. A "
                     f"row with `messages` must have no field `text`. Found {shortened(row)}. "
                     "Remove the row if its conversation is empty. If another field contains the "
-                    "text to explain, name it by `text` in study_arguments, such as text: "
-                    "'{answer}'.",
+                    "text to explain, set `text` in study_arguments to a template with this field, "
+                    "such as text: '{answer}'.",
                     code="studies.messages",
                 )
             _refuse_unread(row, {"completion", "prompt"} | used_by(prompt), messages)
@@ -285,7 +285,8 @@ def language_model(
         if targets is None:
             raise InputError(
                 "study_arguments: targets must be a file of rows if an experiment selects targets "
-                "by id. Found no targets. Set them, or set `data: asked.jsonl` in the experiment.",
+                "by id. Found no targets. Set targets, or set `data: asked.jsonl` in the "
+                "experiment.",
                 code="studies.no_targets",
             )
         return read_rows(targets)
@@ -406,10 +407,10 @@ def _tokenizer_source(folder: Path) -> str:
 
 
 def _model(folder: Path) -> nn.Module:
-    """Return the model that ``folder`` describes, whose weights checkpoints will replace.
+    """Return the model that ``folder`` describes. A checkpoint replaces its weights later.
 
-    If ``folder`` contains an adapter, this is the base model with its weights, and with the
-    adapter's layers.
+    If ``folder`` contains an adapter, the model is the base model with its weights, to which the
+    adapter's layers are added.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 

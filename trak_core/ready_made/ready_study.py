@@ -164,7 +164,7 @@ def decoded_tokens(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 
 
 def needed(package: str, extra: str) -> None:
-    """Raise an error if a package is not installed, which says that ``extra`` installs it."""
+    """Raise an InputError if a package is missing. The message names the extra that installs it."""
     if importlib.util.find_spec(package) is None:
         raise InputError(
             f"This study needs the package {package}, which is not installed. Run "

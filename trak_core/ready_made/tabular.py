@@ -129,7 +129,7 @@ def tabular(
                 outside.add(name)
                 notice(
                     f"{name} {row[name]} is outside of the range of the training rows, {low:g} to "
-                    f"{high:g}. More values of this column outside of the range are not reported."
+                    f"{high:g}. Further such values in this column are not reported."
                 )
         return made
 

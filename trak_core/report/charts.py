@@ -168,7 +168,7 @@ def _with_interval(label: str, rows: pd.DataFrame, x: str, y: str, color: str) -
 
 
 def lds_charts(evaluation: File) -> list[Chart]:
-    """Return charts of the LDS by the number of checkpoints and by each swept setting."""
+    """Return charts of the LDS by the number of checkpoints, and by each setting in the sweep."""
     ceiling = evaluation.row("summary", kind="ceiling")
     curve = evaluation.tables["checkpoints"]
     counts = curve["n_checkpoints"].tolist()
@@ -264,6 +264,6 @@ def group_charts(groups: File) -> list[Chart]:
 
 
 def _shortened(name: str) -> str:
-    """Return the name of a group with at most _NAME characters, or half as many wide ones."""
+    """Return a group's name with at most _NAME characters, or half as many if some are wide."""
     is_wide = any(unicodedata.east_asian_width(character) in "WF" for character in name)
     return textwrap.shorten(name, _NAME // 2 if is_wide else _NAME, placeholder=" ...")

@@ -1,4 +1,4 @@
-"""Read from the files of results what the report shows."""
+"""Read the parts of the files of results that the report shows."""
 
 import json
 from collections import Counter
@@ -38,7 +38,7 @@ _N_SHARED = 30
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """The part of an artifact file that the report shows.
+    """The part of a file of results that the report shows.
 
     ``name`` is the path of the file in the results folder, ``spec`` contains the settings with
     which it was computed, and ``provenance`` contains the versions of the software that wrote it.
@@ -298,7 +298,7 @@ def read_matrix(path: Path, results: Path) -> File:
 
 
 def condition_number(matrix: File, damping: float) -> float:
-    """Return the condition number of a normal matrix with ``damping``, as in the config."""
+    """Return the condition number of a normal matrix to which the config's damping is added."""
     ends = matrix.attributes
     added = damping * ends["mean_squared_norm"]
     largest, smallest = ends["largest"] + added, ends["smallest"] + added
