@@ -298,9 +298,9 @@ def first_checkpoint(checkpoints: Any) -> str:
     path = first.get("path") if isinstance(first, Mapping) else first
     if not isinstance(path, str):
         raise InputError(
-            "study_arguments must contain `weights`, the folder from which the model is built, "
-            "unless `checkpoints` maps ids to paths. Found no `weights`, and checkpoints "
-            f"{json.dumps(checkpoints)}.",
+            "study_arguments must contain `weights`, the folder from which the model is built. "
+            "Only if `checkpoints` maps ids to paths, the default is the first path. Found no "
+            f"`weights`, and checkpoints {json.dumps(checkpoints)}.",
             code="config.weights",
         )
     return path

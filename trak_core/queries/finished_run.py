@@ -36,7 +36,7 @@ class FinishedRun:
     def of_config(cls, config: dict[str, Any], results: Path, folder: Path) -> Self:
         """Return the run of a config that has all defaults.
 
-        Raise an error if a file is missing that is needed to score samples.
+        Raise an error if a file that is needed to score samples is missing.
         """
         results, folder = results.resolve(), folder.resolve()
         with contextlib.chdir(folder):

@@ -253,7 +253,7 @@ def _rows(images: Path) -> RowFile:
         if not relative:
             raise InputError(
                 f"study_arguments: {images} must contain a folder of images for each class. Found "
-                f"no image in a subfolder. Images must end in {', '.join(sorted(_SUFFIXES))}.",
+                f"no file in a subfolder that ends in one of {', '.join(sorted(_SUFFIXES))}.",
                 code="studies.no_images",
             )
         classes = {path.parts[0] for path in relative}
