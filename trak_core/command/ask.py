@@ -171,7 +171,7 @@ class _Session:
         print(f"Error: {message}", file=sys.stderr, flush=True)
 
     def _samples(self) -> Iterator["Asked"]:
-        """Yield the sample of each target and line. If one is not valid, print an error."""
+        """Yield the samples of targets and lines. Print an error for each that is invalid."""
         for target_id in self._asked.target:
             place = f"target {target_id}"
             try:
@@ -281,7 +281,7 @@ def _open_run(config_file: str) -> "OpenRun":
 
 
 def _next(answers: "Iterator[tuple[Asked, Answer | InputError]]") -> Any:
-    """Return the next pair or None. Notices go to standard error, and no progress is shown."""
+    """Return the next pair of sample and answer, or None, without output to standard output."""
     from trak_core.runtime.progress import reported_to
 
     with contextlib.redirect_stdout(sys.stderr), reported_to(lambda n_rows: None):

@@ -140,8 +140,8 @@ def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[
 def builder_of(config: Mapping[str, Any]) -> str:
     """Return the words by which error messages name the origin of the model.
 
-    The origin is make_model() for a user's study. For a ready-made study, the origin is the setting
-    from which its make_model(), a function that users do not know, builds the model.
+    For a user's study, this is make_model(). Users of a ready-made study do not know its
+    make_model(), so the words name the setting from which that function builds the model.
     """
     name = re.sub(r"_study_[0-9a-f]{8}\.py$", "", Path(str(config.get("study"))).name)
     if name not in READY_MADE:
@@ -299,7 +299,7 @@ def first_checkpoint(checkpoints: Any) -> str:
     if not isinstance(path, str):
         raise InputError(
             "study_arguments must contain `weights`, the folder from which the model is built. "
-            "Only if `checkpoints` maps ids to paths, the default is the first path. Found no "
+            "If `checkpoints` maps ids to paths, `weights` defaults to the first path. Found no "
             f"`weights`, and checkpoints {json.dumps(checkpoints)}.",
             code="config.weights",
         )

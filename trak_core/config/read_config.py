@@ -190,7 +190,7 @@ def python_modules(study: Path, questions: Sequence[Path]) -> list[Path]:
         if other.resolve() != file.resolve():
             raise InputError(
                 "The Python files of a study and its experiments must have different names, "
-                f"because one process imports all. Found {other} and {file}. Rename one of them.",
+                f"because one process imports them. Found {other} and {file}. Rename one of them.",
                 code="config.module_names",
             )
     return [*named.values()]

@@ -67,10 +67,10 @@ class Answer:
             their ``described_text``.
         model_output: The model output that was explained, as in the config.
         class_names: The names of the classes, in order. Empty if the study does not name classes.
-        tokens: A table that splits the scores in ``influences`` by token, as ``Attributor.tokens``
-            returns it, with the ``text`` of each token. Or None. The scores of a training sample's
-            tokens add up to the score of the pair, and so do those of the target's tokens. The sums
-            differ only by rounding errors of features (with int8, 1 % of the largest score).
+        tokens: None, or a table that splits the scores in ``influences`` by token, in the form that
+            ``Attributor.tokens`` returns, with the ``text`` of each token. The scores of a training
+            sample's tokens add up to the score of the pair, and so do those of the target's tokens,
+            except for rounding errors of features (with int8, 1 % of the largest score).
     """
 
     asked: Asked

@@ -168,7 +168,7 @@ def _with_interval(label: str, rows: pd.DataFrame, x: str, y: str, color: str) -
 
 
 def lds_charts(evaluation: File) -> list[Chart]:
-    """Return charts of the LDS by the number of checkpoints, and by each setting in the sweep."""
+    """Return charts of the LDS against the number of checkpoints and each setting in the sweep."""
     ceiling = evaluation.row("summary", kind="ceiling")
     curve = evaluation.tables["checkpoints"]
     counts = curve["n_checkpoints"].tolist()

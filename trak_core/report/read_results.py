@@ -1,4 +1,4 @@
-"""Read the parts of the files of results that the report shows."""
+"""Read the tables and numbers for the report from the files of results."""
 
 import json
 from collections import Counter
@@ -197,7 +197,7 @@ def read_experiment(
 
 
 def with_fit(experiment: File, columns: pd.DataFrame, train: Split) -> File:
-    """Return an experiment's scores with ``fit``: how well the models predict ``train``."""
+    """Return an experiment's scores with ``fit``, which tells how well models predict ``train``."""
     fit = fit_of(columns, output_of(experiment), train)
     return replace(experiment, attributes={**experiment.attributes, "fit": fit})
 
@@ -252,13 +252,13 @@ def side_by_side(experiments: Sequence[File]) -> list[dict[str, Any]]:
 
     A sample stands out in an experiment if it is among the strongest samples of a shown target or
     among the 100 most harmful samples. The score of a sample in an experiment is its help minus its
-    harm. To compute the strength of a sample, |score| is divided by the largest |score| in the
-    experiment, and summed over experiments.
+    harm. The strength of a sample is the sum of its |score| over experiments, where each |score| is
+    divided by the largest in the experiment.
 
     Returns:
-        For each sample a mapping with the keys ``id``, ``label`` and ``moved``. ``moved`` is a list
-        with ``experiment``, ``harm``, ``help``, ``score`` and ``stands_out`` for each experiment.
-        The list is empty if harm and help are unknown.
+        A mapping for each sample, with the keys ``id``, ``label`` and ``moved``, a list with
+        ``experiment``, ``harm``, ``help``, ``score`` and ``stands_out`` for each experiment. If
+        harm and help are unknown, there are no mappings.
     """
     moved = [file.tables["moved"] for file in experiments]
     if len(experiments) < 2 or "harm" not in moved[0]:
