@@ -33,8 +33,8 @@ sys.argv[0] = "snakemake"
 _CALL, _CALL_WITH_BRIEF_LOG = "main()", 'main(["--logger=trak", *sys.argv[1:]])'
 # Options of Snakemake with which jobs may run on other machines.
 _ELSEWHERE = ("-e", "--executor", "--profile", "--workflow-profile")
-# Jobs are forked from a process that imports modules in advance: for all jobs, for jobs that use an
-# optimizer, and for studies of texts.
+# The process from which jobs are forked imports these modules in advance. They are for all jobs,
+# for jobs that use an optimizer, and for studies of texts.
 _STAGES = "trak_core.runtime.job:import_stages()"
 _OPTIMIZERS = "torch._dynamo"
 _TEXTS = ("transformers.AutoModelForCausalLM", "transformers.AutoTokenizer")

@@ -75,8 +75,8 @@ class Specs:
         conditions: The ``where`` conditions of experiments, by experiment.
         lists: The settings of each list in the config's ``lists``, by name. See ``lists_of``.
         pool: The file of samples that ``lists.select`` ranks, or None if it ranks training samples.
-        questions: The path of each experiment's ``data``, by experiment, and of ``pool``, by
-            ``POOL``.
+        questions: The paths of experiments' ``data``, by experiment. The path of ``pool``, if there
+            is a pool, has the key ``POOL``.
         shards: The number of jobs that compute each split's features, by split.
         evaluation: The config's ``evaluation``, empty if there is none.
         sweep: The values of scoring settings to compare, or None if the config has no sweep.
@@ -84,7 +84,8 @@ class Specs:
         measured: The experiments whose scores are compared with retrained models.
         measures_features: Whether the evaluation needs features in addition to scores.
         study_digest: A hash of the study's code and of all data files.
-        study_and_output_digest: The same, but also of the code of a user-defined model output.
+        study_and_output_digest: A hash of the study's code, of all data files, and of the code of a
+            user-defined model output.
         files: The study's source and data files, and the tables and files that the config names.
         all_features: The settings of features, or of Gramians, that do not depend on the checkpoint
             and the split.
