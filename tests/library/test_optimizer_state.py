@@ -27,7 +27,7 @@ def gpt2(kind="gpt2"):
 llama = partial(gpt2, "llama")
 
 
-def of_trainer(model, folder):
+def trainer_checkpoints(model, folder):
     """The Trainer's own groups: with weight decay, and without."""
     pytest.importorskip("accelerate")
     from transformers import Trainer, TrainingArguments
@@ -112,7 +112,7 @@ GROUPS = {
 @pytest.mark.parametrize(
     ("make", "groups"),
     [
-        *((make, of_trainer) for make in (gpt2, llama)),
+        *((make, trainer_checkpoints) for make in (gpt2, llama)),
         *((digits, groups) for groups in GROUPS.values()),
         *((gpt2, GROUPS["by_dimensions"]), (llama, GROUPS["one"]), (gpt2, GROUPS["named"])),
     ],
@@ -135,7 +135,7 @@ def with_the_last_block_trained():
 
 def test_frozen_parameters_have_no_number(tmp_path):
     model, names = with_the_last_block_trained()
-    optimizer = stepped(model, of_trainer(model, tmp_path))
+    optimizer = stepped(model, trainer_checkpoints(model, tmp_path))
     folder = saved(tmp_path / "checkpoint-3", optimizer)
     assert_own(model, optimizer, folder, names)
     assert_own(model, optimizer, folder, names[2:5])  # a part of what was trained

@@ -8,9 +8,9 @@ from refused import refused
 
 from trak_core.config.checkpoint_list import (
     Checkpoint,
-    are_from_along_runs,
     checkpoint_table,
-    mixed_trainings,
+    have_several_times,
+    mixed_runs,
     runs_of,
 )
 from trak_core.settings import FeaturesSpec, ScoresSpec
@@ -35,15 +35,17 @@ def test_a_checkpoint_may_name_its_state_dict(tmp_path):
     trained = checkpoint_table({"a": {"state_dict": "x"}}, {})["a"]
     assert (trained.state_dict, trained.arguments) == (None, {"state_dict": "x"})
     (tmp_path / "out/checkpoint-5").mkdir(parents=True)
-    of_trainer = checkpoint_table({"t": {"path": str(tmp_path / "out"), "state_dict": "m"}}, None)
-    assert of_trainer["t-5"].state_dict == "m"
+    trainer_checkpoints = checkpoint_table(
+        {"t": {"path": str(tmp_path / "out"), "state_dict": "m"}}, None
+    )
+    assert trainer_checkpoints["t-5"].state_dict == "m"
 
 
 def test_checkpoints_have_runs_and_times(tmp_path):
     table = checkpoint_table(MAPPING, None)
     assert runs_of(table) == {"7": ["z"], "first": ["x", "y"], "w": ["w"]}
     assert (table["z"].at, table["w"]) == (0.5, Checkpoint("w", path="4.pt"))
-    assert are_from_along_runs(table)
+    assert have_several_times(table)
     file = tmp_path / "checkpoints.tsv"
     rows = "x\t2\t1.pt\tfirst\ny\t10\t2.pt\tfirst\nz\t0.5\t3.pt\t7\nw\t\t4.pt\t\n"
     file.write_text(f"checkpoint\tat\tpath\trun\n{rows}")
@@ -55,7 +57,7 @@ def test_checkpoints_have_runs_and_times(tmp_path):
 )
 def test_single_checkpoints_are_along_runs_if_their_times_differ(times, along):
     table = {f"c{i}": {"path": f"{i}.pt", "at": at} for i, at in enumerate(times)}
-    assert are_from_along_runs(checkpoint_table(table, None)) == along
+    assert have_several_times(checkpoint_table(table, None)) == along
 
 
 def test_trainings_write_a_checkpoint_at_each_time():
@@ -64,7 +66,7 @@ def test_trainings_write_a_checkpoint_at_each_time():
     assert list(table) == ["s0-1", "s0-10", "s1-3", "s2-10", "s2-2.5"]
     assert runs_of(table)["s2"] == ["s2-2.5", "s2-10"]
     assert table["s1-3"] == Checkpoint("s1", 3, arguments={"seed": 1})
-    assert are_from_along_runs(checkpoint_table({"a": {"at": 3}, "b": {}}, {}))
+    assert have_several_times(checkpoint_table({"a": {"at": 3}, "b": {}}, {}))
     ends = checkpoint_table({"s0": {"seed": 0}}, {"epochs": 10})
     assert ends == {"s0": Checkpoint("s0", arguments={"seed": 0})}
 
@@ -86,7 +88,7 @@ def test_a_trainers_folder_has_a_checkpoint_in_each_folder(tmp_path, state):
     table = checkpoint_table({"a": str(out), "b": {"path": str(out), "run": "other"}}, None)
     assert runs_of(table)["a"] == ["a-100", "a-200", "a-1000"]
     assert runs_of(table)["other"] == ["b-100", "b-200", "b-1000"]
-    assert table["a-200"] == Checkpoint("a", 200, str(out / "checkpoint-200"), is_listed=True)
+    assert table["a-200"] == Checkpoint("a", 200, str(out / "checkpoint-200"), is_in_folder=True)
     single = checkpoint_table({"a": str(out / "checkpoint-100")}, None)
     assert single == {"a": Checkpoint("a", path=str(out / "checkpoint-100"))}
 
@@ -105,14 +107,14 @@ def test_checkpoints_of_another_training_in_a_trainers_folder_are_told_of(tmp_pa
     for step, logs in ((10, [1.5]), (20, [1.5, float("nan")]), (30, [1.5, float("nan"), 0.5])):
         state = {"global_step": step, "log_history": [{"loss": loss} for loss in logs]}
         (out / f"checkpoint-{step}/trainer_state.json").write_text(json.dumps(state))
-    assert mixed_trainings(checkpoint_table({"a": str(out)}, None)) is None
+    assert mixed_runs(checkpoint_table({"a": str(out)}, None)) is None
     state = {"global_step": 20, "log_history": [{"loss": 1.4}, {"loss": 1.0}]}
     (out / "checkpoint-20/trainer_state.json").write_text(json.dumps(state))
-    told = mixed_trainings(checkpoint_table({"a": str(out)}, None))
+    told = mixed_runs(checkpoint_table({"a": str(out)}, None))
     assert told
-    assert f"{out}/checkpoint-10 and {out}/checkpoint-20 seem to be saved by different" in told
+    assert f"{out}/checkpoint-10 and {out}/checkpoint-20 seem to be from different" in told
     entries = {str(step): str(out / f"checkpoint-{step}") for step in (10, 20)}
-    assert mixed_trainings(checkpoint_table(entries, None)) is None
+    assert mixed_runs(checkpoint_table(entries, None)) is None
 
 
 FIRST = {"path": "a.pt", "run": "r", "at": 1}

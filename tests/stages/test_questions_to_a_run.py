@@ -239,7 +239,7 @@ def test_each_line_has_an_answer_or_an_error(here, capsys):
         assert all(f"train {i} " in out for i in rows["train_id"])
     page = Page((here.parent / "out.html").read_text())
     assert [target["id"] for target in data_of(page)["targets"]] == ["x", "10"]
-    assert "without it, read the scores that trak ask prints" in page.text
+    assert "Without JavaScript, read the scores that trak ask prints" in page.text
 
 
 def test_targets_are_given_by_id(here, capsys):

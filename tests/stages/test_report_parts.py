@@ -218,7 +218,7 @@ def test_the_share_of_the_ceiling_is_shown_if_it_is_known(ours, ceiling, low, hi
     assert f"LDS {ours:.2f} , 95 % interval 0.20 to 0.90" in text
     assert ("perfect method would reach about 0.60" in text) == (ceiling is not None)
     assert ("The scores reach" in text) == bool(share)
-    assert not share or f"The scores reach {share} of that" in text
+    assert not share or f"The scores reach {share} of this ceiling" in text
 
 
 @pytest.mark.parametrize(

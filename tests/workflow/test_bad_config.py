@@ -178,7 +178,7 @@ REFUSALS = {
         "groups of a column that nobody brings": ({"groups": ["annotater"]}, "annotater"),
     },
     "compute.shards": {
-        "too many shards": ({"compute": {"shards": 1000}}, "the training data", 1000, 342)
+        "too many shards": ({"compute": {"shards": 1000}}, "training samples", 1000, 342)
     },
     "config.results_folder": {"a results folder that is a file": ({"results": "c0.pt"}, "c0.pt")},
 }

@@ -187,7 +187,9 @@ def test_a_result_from_the_future_is_refused_before_what_is_made_of_it(study):
     before = study.artifacts()
     output = study.fail()
     assert re.search(
-        r"^Error: results/normal_matrix/c0\.h5: a file's time must not be", output, re.M
+        r"^Error: results/normal_matrix/c0\.h5: a file's modification time must not be",
+        output,
+        re.M,
     )
     assert "Traceback" not in output
     assert study.artifacts() == before

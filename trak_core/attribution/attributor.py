@@ -30,9 +30,9 @@ from trak_core.attribution.model_fit import fit_of
 from trak_core.attribution.write_features import write_features
 from trak_core.config.checkpoint_list import (
     Checkpoint,
-    are_from_along_runs,
     checkpoint_table,
-    mixed_trainings,
+    have_several_times,
+    mixed_runs,
     runs_of,
     seeming_runs,
 )
@@ -197,7 +197,7 @@ class Attributor(FittedAttributor):
             "experiments": {},
             "answers": {"tokens": False},
         }
-        fill_in_scoring(config, along=are_from_along_runs(table))
+        fill_in_scoring(config, several_times=have_several_times(table))
         own = {"projection": projection or "exact", "proj_dim": proj_dim, "seed": seed}
         own |= {"features_dtype": features_dtype, "precision": precision}
         _check_settings(config["scoring"] | own)
@@ -442,7 +442,7 @@ def _read_checkpoints(given: Any) -> tuple[dict[str, Checkpoint], dict[str, Any]
             "Check the path.",
             code="attribution.no_checkpoint",
         )
-    for told in filter(None, (seeming_runs(table), mixed_trainings(table))):
+    for told in filter(None, (seeming_runs(table), mixed_runs(table))):
         notice(told)
     return table, paths | in_memory
 

@@ -1,1 +1,1 @@
-"""Implement the command ``trak``, which runs the Snakemake workflow in any folder."""
+"""Implement the command ``trak``: ``trak init``, ``trak run`` and ``trak ask``."""

@@ -41,8 +41,8 @@ _AT_ONCE = 100
 def ask(words: Sequence[str]) -> None:
     """Run the subcommand ``trak ask`` with the arguments ``words``.
 
-    If a line cannot be answered, an error is printed and the next line is read. The exit status is
-    then 1 at the end, unless the lines were typed.
+    If a line cannot be answered, an error is printed and the next line is read. After such an
+    error, the exit status is 1, unless the lines were typed.
     """
     parser = argparse.ArgumentParser(
         "trak ask", description=__doc__, epilog=_HELP, formatter_class=argparse.RawTextHelpFormatter
@@ -54,11 +54,11 @@ def ask(words: Sequence[str]) -> None:
         help="samples: .jsonl, .json, .csv, .tsv, .parquet, or plain texts, one per line",
     )
     parser.add_argument(
-        *("--target", "-t"), action="append", default=[], help="the id of a target of the run"
+        *("--target", "-t"), action="append", default=[], help="the id of a target to explain"
     )
     parser.add_argument("--label", help="the class to explain for these targets")
     parser.add_argument(
-        "--top", type=int, default=5, help="scores to show of each sign; default %(default)s"
+        "--top", type=int, default=5, help="scores of each sign to show; default %(default)s"
     )
     parser.add_argument("--tokens", action="store_true", help="show scores by token, in colours")
     parser.add_argument("--csv", type=Path, help="the CSV file to write all answers to")
@@ -115,7 +115,7 @@ class _Session:
         self.is_typed = self._reads_input and is_terminal
         self.has_failed = False
         self._answers: list[Answer] = []
-        # The origin of each sample by the sample's id, such as "target 3" or "line 5".
+        # Maps the id of each sample to its origin, such as "target 3" or "line 5".
         self._places: dict[str, str] = {}
         self._outputs = [path for path in (asked.csv, asked.html) if path is not None]
         if is_terminal:
@@ -124,7 +124,7 @@ class _Session:
             self._run = _open_run(asked.config)
             _check_outputs(self._run.run, asked, self._outputs)
             self._run.load()
-        # The page that --html writes shows tokens if the pages of the run show them.
+        # Like the pages of the run, the page that --html writes shows tokens if `answers` says so.
         shows_tokens = asked.html is not None and self._run.run.specs.config["answers"]["tokens"]
         self._has_tokens: bool = asked.tokens or shows_tokens
 
@@ -133,8 +133,8 @@ class _Session:
         if self.is_typed:
             print(_HELP, file=sys.stderr)
         samples = self._samples()
-        # Targets and the lines of a file are scored in groups, because each group reads all
-        # checkpoints again. A line of standard input is answered before the next line is read.
+        # All checkpoints may be read again for each group of samples. Targets and the lines of a
+        # file therefore form large groups. A line of standard input is answered at once.
         while group := list(itertools.islice(samples, 1 if self._reads_input else _AT_ONCE)):
             answers = self._run.answers(group, self._asked.top, tokens=self._has_tokens)
             while pair := _next(answers):
@@ -171,7 +171,7 @@ class _Session:
         print(f"Error: {message}", file=sys.stderr, flush=True)
 
     def _samples(self) -> Iterator["Asked"]:
-        """Yield the sample of each target and line. Print an error for each invalid one."""
+        """Yield the samples of targets and lines. Print an error for each that is invalid."""
         for target_id in self._asked.target:
             place = f"target {target_id}"
             try:
@@ -204,14 +204,16 @@ class _Session:
         if before is not place:
             raise InputError(
                 f"Ids of targets and lines must be unique. Found {asked.id} again, which is the id "
-                f"of {before}. The id of a line is its field `id`, or else its number from 0.",
+                f"of {before}. The id of a line is its field `id`. Without this field, it is the "
+                "line's number, counted from 0.",
                 code="command.id_again",
             )
 
     def _lines(self) -> Iterator[tuple[str, Any]]:
         """Yield the origin, such as "line 1", and the content of each line that is not empty.
 
-        The content is text or bytes. For a row of a table or a JSON list, it is a dict of fields.
+        The content is text or bytes. For a row of a table or an entry of a JSON list, it is a dict
+        of fields.
         """
         file: Path | None = self._asked.file
         from trak_core.data.rows import LINES, SUFFIXES
@@ -233,12 +235,12 @@ class _Session:
 
 
 def _check_outputs(run: "FinishedRun", asked: argparse.Namespace, outputs: list[Path]) -> None:
-    """Raise an error if the outputs are one file, or if one would replace a file of the run."""
+    """Raise an error if two outputs are the same file, or if one would replace a used file."""
     from trak_core.runtime.files import matches
 
     used_files = [Path(asked.config), *filter(None, (asked.file,)), run.results]
     used_files += [run.checkpoint(name) for name in run.specs.checkpoints]
-    # A new file that matches a pattern in `data_files` would be treated as data.
+    # The next run would treat an output that matches a pattern in `data_files` as data.
     used_files += [*run.specs.files, *map(Path, run.specs.config["data_files"])]
     for i, path in enumerate(outputs):
         for used in (*used_files, *outputs[:i]):
@@ -279,7 +281,7 @@ def _open_run(config_file: str) -> "OpenRun":
 
 
 def _next(answers: "Iterator[tuple[Asked, Answer | InputError]]") -> Any:
-    """Return the next answer. Notices go to standard error, and progress is not shown."""
+    """Return the next pair of sample and answer, or None, without output to standard output."""
     from trak_core.runtime.progress import reported_to
 
     with contextlib.redirect_stdout(sys.stderr), reported_to(lambda n_rows: None):
@@ -322,11 +324,11 @@ def _in_words(answer: "Answer") -> str:
 
 
 def _in_colours(tokens: "pd.DataFrame") -> list[str]:
-    """Return a line that lists the tokens with the largest scores.
+    """Return a line that lists the tokens with the largest scores, after a line with all tokens.
 
-    On a terminal, a line with all tokens precedes it. Tokens that push the output up are green,
-    tokens that push it down are red, and the strongest are bold. The environment variable
-    ``NO_COLOR`` turns this line off.
+    In the line with all tokens, tokens that push the output up are green, tokens that push it down
+    are red, and the strongest are bold. This line is left out if the output is not a terminal or
+    if the environment variable ``NO_COLOR`` is set.
     """
     scores = tokens["score"].to_numpy()
     if not scores.any():

@@ -1,7 +1,7 @@
 """Write the config of a ready-made study for a folder that contains weights and data.
 
-Settings that cannot be read from the files are not guessed. For each of these settings, the config
-has a comment that says what to check, and the comment is also printed.
+Files do not determine all settings. Next to each setting that is only assumed, the config has a
+comment that tells the user what to check. The comments are also printed.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from trak_core.config.checkpoint_list import folder_names, grouped, of_trainer, times_of
+from trak_core.config.checkpoint_list import folder_names, grouped, times_of, trainer_checkpoints
 from trak_core.config.read_config import ALL_TARGETS
 from trak_core.data.rows import (
     LINES,
@@ -39,7 +39,7 @@ _EXPLAINED = re.compile(
 )
 _CODE = re.compile(r"0[0-9]+")  # A number with leading zeros is an id or a code.
 _LABELS = ("label", "labels", "target", "class", "outcome", "y")
-# The names of a column with row numbers, which pandas wrote.
+# The names that a column of row numbers can have if pandas wrote the table.
 _ROW_NUMBERS = ("", "Unnamed: 0")
 # Names of the fields for a prompt and its completion, in rows without a field `text`.
 _PAIRS = (
@@ -47,8 +47,8 @@ _PAIRS = (
     *(("instruction", "output"), ("instruction", "response"), ("input", "output")),
 )
 _DEPTH = 4  # Search four levels of subfolders, as in a Trainer's runs/first/out/checkpoint-5.
-# The number of targets to explain, and the number if they have classes. The second number is larger
-# because a list of suspects needs hundreds of targets.
+# The number of targets that a config selects. If targets have classes, it selects all of up to
+# _MOST_LABELLED targets, because a list of suspects needs hundreds of targets.
 _N_TARGETS, _MOST_LABELLED = 3, 2000
 _NEEDED = (
     "weights in Hugging Face format (config.json or adapter_config.json, possibly in "
@@ -58,8 +58,9 @@ _NEEDED = (
 
 # A line of the config: the key, the value, and a comment for the user on what to check, or "".
 Line = tuple[str, Any, str]
-# With at most this many training texts, 4,096 dimensions take little time and disk space. Scores
-# are then more accurate than with the default of 1,024 (docs/explanation/projections.md).
+# With at most this many training texts, features with 4,096 dimensions need little time and disk
+# space, and scores are more accurate than with the default of 1,024 dimensions
+# (docs/explanation/projections.md).
 _FEW_TEXTS = 10_000
 # Comments in the config that tell the user what to check or to write.
 _TEMPLATE = 'if training added text, such as an end token, add a template: text: "{text}</s>"'
@@ -100,7 +101,7 @@ def init(words: Sequence[str]) -> None:
             code="command.config_name",
         )
     if not folder.is_dir():
-        message = f"`trak init` needs a folder. Found no folder at {folder} (from {Path.cwd()})."
+        message = f"`trak init` needs a folder. Found no folder at {folder.absolute()}."
         raise InputError(message, code="command.no_folder")
     text, report = config_for(folder)
     usual = "results-" + re.sub(r"[^A-Za-z0-9._-]+", "_", config.stem)
@@ -134,13 +135,13 @@ def config_for(folder: Path) -> tuple[str, list[str]]:
 
 
 def _config_of(folder: Path, inside: Sequence[Path], report: list[str]) -> str | None:
-    """Return the text of a config for the files in ``inside``, or None if there is no study."""
+    """Return the text of a config for the folders ``inside``, or None if they contain no study."""
     # timm saves a state dict together with a config that contains the name of the network.
     saved = [path for path in inside if (path / "model.safetensors").is_file()]
     timm = {path: name for path in saved if (name := _json(path / _MODEL).get("architecture"))}
     weights = [path for path in inside if path not in timm and _weights_config(path)]
     images = [path for path in inside if path not in weights and _has_images(path)]
-    # A folder of weights may also contain the texts, but its other files are not state dicts.
+    # A folder of Hugging Face weights may contain the texts too, but no separate state dicts.
     plain = [path for path in inside if path not in weights]
     files = sorted({p for place in (folder, *plain) for p in place.iterdir() if p.is_file()})
     rows = [path for path in files if path.suffix in SUFFIXES and _may_be_rows(path)]
@@ -156,7 +157,8 @@ def _config_of(folder: Path, inside: Sequence[Path], report: list[str]) -> str |
     loads = _loadable(states, report) if images or rows else {}
     if not loads:
         return None
-    # Tensors of one network have the same names and shapes. Use the network with most checkpoints.
+    # Checkpoints of the same network contain tensors with the same names and shapes. If there are
+    # several networks, the config is for the one with the most checkpoints.
     networks = grouped(loads, loads.__getitem__)
     checkpoints = sorted(max(networks, key=len))
     for network in networks:
@@ -192,14 +194,14 @@ def _loadable(checkpoints: Iterable[Path], report: list[str]) -> dict[Path, froz
 
 
 def _may_hold(path: Path) -> bool:
-    """Return whether a path is a folder that may contain a study, unlike a results folder."""
+    """Return whether a path is a folder that can contain a study's files, and not results."""
     if not path.is_dir() or path.name.startswith((".", "__", "results", "checkpoint-")):
         return False
     return not any((path / name).exists() for name in ("pyvenv.cfg", "study.json"))
 
 
 def _has_images(folder: Path) -> bool:
-    """Return whether at least two subfolders contain images, which are then the classes."""
+    """Return whether a folder has a subfolder of images for each of at least two classes."""
     classes = (path for path in folder.iterdir() if _may_hold(path))
     return sum(any(p.suffix.lower() in _IMAGES for p in path.iterdir()) for path in classes) > 1
 
@@ -224,7 +226,7 @@ def _refuse_here(paths: Sequence[Path], subject: str) -> None:
         if Path.cwd().is_relative_to(path):
             raise InputError(
                 f"{subject} must not be in the current folder, because results are written here. "
-                f"Found them in {path}. Run in the folder above it: trak init {path.name}",
+                f"Found them in {path}. Run this in the folder above: trak init {path.name}",
                 code="command.results_here",
             )
 
@@ -261,9 +263,10 @@ def _split(paths: Sequence[Path], report: list[str]) -> tuple[Path, Path | None]
 def _nearest_data(
     data: list[Path], chosen: Sequence[Path], others: Sequence[Path], report: list[str]
 ) -> list[Path]:
-    """Return the data that are at least as near to the ``chosen`` weights as to ``others``.
+    """Return the paths in ``data`` that are at least as near to ``chosen`` as to ``others``.
 
-    If there are no such data, return all data. Paths are near if they have many folders in common.
+    The more folders two paths have in common, the nearer they are. If all data are nearer to
+    ``others``, all data are returned.
     """
 
     def shared(path: Path, weights: Sequence[Path]) -> int:
@@ -276,10 +279,10 @@ def _nearest_data(
 
 
 def _may_be_rows(path: Path) -> bool:
-    """Return whether a file may contain samples, which is checked only for .json files.
+    """Return whether a file may contain samples, judging by the beginning of a .json file.
 
-    A .json file of samples begins with a list of objects that contain texts. Files of settings do
-    not begin with a list, and the objects in logs contain only numbers.
+    Samples are a list of objects that contain texts. Settings are not a list, and the objects in a
+    log contain only numbers. Files with other endings are not checked.
     """
     if path.suffix != LIST:
         return True
@@ -304,7 +307,7 @@ def _text_config(weights: list[Path], rows: list[Path], report: list[str]) -> st
     classifies = kind.endswith("ForSequenceClassification")
     if not classifies and not re.search(r"CausalLM|LMHead|CAUSAL_LM", kind):
         raise InputError(
-            "The weights must be of a causal language model or a text classifier. Found "
+            "The weights must belong to a causal language model or a text classifier. Found "
             f"{kind} in {first}. Write your own study (docs/how-to/own-model.md).",
             code="command.weights_kind",
         )
@@ -427,9 +430,10 @@ def _table_config(rows: list[Path], checkpoints: list[Path], report: list[str]) 
 
 
 def _targets(ids: Sequence[Any], of_classes: bool) -> Line:
-    """Return a config line that selects all targets, or only the first few.
+    """Return the config line that selects the targets to explain.
 
-    All targets are selected if they have classes and there are at most 2,000 of them.
+    It selects all targets if they have classes and there are at most 2,000, and otherwise the first
+    few.
     """
     if of_classes and len(ids) <= _MOST_LABELLED:
         return "targets", ALL_TARGETS, ""
@@ -439,7 +443,7 @@ def _targets(ids: Sequence[Any], of_classes: bool) -> Line:
 def _config_text(
     top: list[Line], arguments: list[Line], checkpoints: list[Path], asked: Line, report: list[str]
 ) -> str:
-    """Return the text of a config. Lines that tell the user what to check go to ``report``."""
+    """Return the text of a config, and add to ``report`` lines on what the user should check."""
     stems = [
         re.sub(r"[^A-Za-z0-9_]+", "_", _STATE_DICT.sub("", p.name) or "run") for p in checkpoints
     ]
@@ -449,7 +453,7 @@ def _config_text(
     ids = next(ids for ids in (stems, longer, numbered) if len({*ids}) == len(ids))
     times = times_of(checkpoints)
     values = [{"path": str(p), **times[p]} if p in times else str(p) for p in checkpoints]
-    steps = [[step for step, _ in of_trainer(path)] for path in checkpoints]
+    steps = [[step for step, _ in trainer_checkpoints(path)] for path in checkpoints]
     saved = [
         f"checkpoints of one run, of the steps {listed(some)}" if some else "" for some in steps
     ]

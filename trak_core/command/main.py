@@ -26,7 +26,7 @@ usage: trak run CONFIG [TARGET ...] [OPTION ...]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a subcommand of ``trak``. The message of an ``InputError`` goes to standard error."""
+    """Run a subcommand of ``trak``. For an ``InputError``, print only its message, and exit."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words == ["--version"]:
         print(f"trak-core {__version__}")
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(_USAGE, end="", file=sys.stdout if is_help else sys.stderr)
         sys.exit(0 if is_help else 2)
     try:
-        # Modules are imported only for their subcommand, so that `run` does not wait for pandas.
+        # Each subcommand imports only its own modules, so that `run` does not wait for pandas.
         if command == ["init"]:
             from trak_core.command.init import init
 

@@ -21,8 +21,8 @@ _PACKAGE = Path(__file__).parents[1]
 # Options of Snakemake that limit how many jobs run at the same time.
 _SET_LIMIT = ("-c", "--cores", "-j", "--jobs", "--profile")
 _PROFILES = ("local", "slurm", "slurm-gpu")
-# This code replaces `python -m snakemake`. Fewer garbage collections save an eighth of the time in
-# which jobs are planned, and gc.freeze saves half a second at exit.
+# This code runs in place of `python -m snakemake`. With fewer garbage collections, Snakemake plans
+# the jobs in an eighth less time. gc.freeze saves half a second at exit.
 _SNAKEMAKE = """
 import atexit, gc, sys
 atexit.register(gc.freeze)
@@ -31,15 +31,15 @@ from snakemake.cli import main
 sys.argv[0] = "snakemake"
 """
 _CALL, _CALL_WITH_BRIEF_LOG = "main()", 'main(["--logger=trak", *sys.argv[1:]])'
-# Options of Snakemake that can run jobs on other machines.
+# Options of Snakemake with which jobs may run on other machines.
 _ELSEWHERE = ("-e", "--executor", "--profile", "--workflow-profile")
-# Imports to make in advance, in the process from which jobs are forked: for all jobs, for jobs that
-# use an optimizer, and for studies of texts.
+# The process from which jobs are forked imports these modules in advance. They are for all jobs,
+# for jobs that use an optimizer, and for studies of texts.
 _STAGES = "trak_core.runtime.job:import_stages()"
 _OPTIMIZERS = "torch._dynamo"
 _TEXTS = ("transformers.AutoModelForCausalLM", "transformers.AutoTokenizer")
 # A study whose code contains one of these words may change environment variables or import paths
-# before it imports packages. Importing the packages in advance could then have another effect.
+# before it imports packages. In this case, the packages must not be imported in advance.
 _CHANGES_IMPORTS = re.compile(rb"\b(environb?|putenv|unsetenv|dotenv|sys|site)\b")
 
 
@@ -66,9 +66,9 @@ def snakemake_command(config: str, arguments: Sequence[str]) -> list[str]:
     if any(argument.startswith("--configfile") for argument in arguments):
         raise InputError(
             f"`trak run` takes only one config. Found {config} and --configfile. Put all keys into "
-            "one file. Or call Snakemake with two files, in which case keys of the second file "
-            f"override those of the first: `snakemake --snakefile {workflow_folder() / 'Snakefile'}"
-            f" --configfile {config} SECOND_FILE`.",
+            "one file. Alternatively, call Snakemake with two files, of which the second overrides "
+            f"keys of the first: `snakemake --snakefile {workflow_folder() / 'Snakefile'} "
+            f"--configfile {config} SECOND_FILE`.",
             code="command.second_config",
         )
     options = []
@@ -89,7 +89,7 @@ def check_config_file(word: str, config: str) -> None:
     if not config.endswith((".yaml", ".yml", ".json")) or not Path(config).is_file():
         raise InputError(
             f"The first argument of `trak {word}` must be an existing config file whose name ends "
-            f"in .yaml, .yml or .json. Found {config} (from {Path.cwd()}).",
+            f"in .yaml, .yml or .json. Found {config} (relative to {Path.cwd()}).",
             code="command.no_config",
         )
 
@@ -100,7 +100,7 @@ def _is_elsewhere(arguments: Sequence[str]) -> bool:
 
 
 def _read(config: Path) -> Any:
-    """Return the content of a YAML config, or None for JSON. Invalid YAML raises an error."""
+    """Return the content of a config. A YAML config must be valid, and for JSON return None."""
     if config.suffix == ".json":
         return None
     try:
@@ -120,7 +120,7 @@ def _can_fork() -> bool:
 def study_imports(study: Path) -> list[str]:
     """Return the sorted dotted names that a study's top-level code imports from packages.
 
-    If the code matches ``_CHANGES_IMPORTS``, the list is empty.
+    If the code may change the effect of imports (see ``_CHANGES_IMPORTS``), the list is empty.
     """
     modules = study_modules(study)
     contents = [file.read_bytes() for file in modules.values()]
@@ -137,7 +137,7 @@ def study_imports(study: Path) -> list[str]:
 
 
 def preloaded(config: Any) -> list[str]:
-    """Return the modules to import in advance in the process from which jobs are forked."""
+    """Return the modules that are imported in advance, in the process that forks the jobs."""
     config = config if isinstance(config, dict) else {}
     study = str(config.get("study"))
     names = [_STAGES]
@@ -161,14 +161,14 @@ def run(config: str, arguments: Sequence[str]) -> None:
     check_config_file("run", config)
     if find_spec("snakemake") is None:
         raise InputError(
-            "`trak run` needs Snakemake in this Python environment. It is not installed. Run: pip "
-            "install 'trak-core[workflow]'.",
+            "`trak run` needs Snakemake, which is not installed in this Python environment. Run: "
+            "pip install 'trak-core[workflow]'.",
             code="command.no_snakemake",
         )
     content = _read(Path(config))
     is_here = not _is_elsewhere(arguments)
     preload = preloaded(content) if is_here and _can_fork() else []
-    # With --forks-late, a run without jobs imports nothing. The first job starts the imports.
+    # With --forks-late, the first job starts the imports, so a run without jobs imports nothing.
     forks = ["--executor=forks", "--forks-late", f"--forks-preload={','.join(preload)}"]
     command = snakemake_command(config, [*arguments, *(forks if preload else [])])
     print(shlex.join(command), file=sys.stderr, flush=True)

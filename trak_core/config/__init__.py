@@ -1,1 +1,1 @@
-"""Read and check configs, estimate the memory of jobs, and derive their settings, without torch."""
+"""Read and check a config, and derive the settings and the memory of jobs, without torch."""

@@ -1,4 +1,4 @@
-"""Write a Python file with a study whose functions have the config's ``study_arguments``."""
+"""Generate the Python file that calls a study's functions with the config's ``study_arguments``."""
 
 import ast
 import glob
@@ -42,23 +42,25 @@ own = Study.load(Path({path!r})).module
 
 
 @dataclass(frozen=True, slots=True)
-class _Ready:
-    """Properties of a ready-made study."""
+class _ReadyMade:
+    """The properties of a ready-made study that affect how its config is read."""
 
     model_output: str | None  # the default model output; None if the config must specify one
-    files: tuple[str, ...]  # the arguments whose values are paths of data files
+    files: tuple[str, ...]  # the names of the arguments that are paths of data files
     takes_weights: bool = False  # whether `weights` is the folder from which the model is built
-    names_images: bool = False  # whether data files can be tables of image paths
+    names_images: bool = False  # whether the data files can be tables with paths of images
 
 
 READY_MADE = {
-    "language_model": _Ready("language_modelling", ("texts", "targets"), takes_weights=True),
-    "text_classification": _Ready("text_classification", ("texts", "targets"), takes_weights=True),
-    "image_folder": _Ready("image_classification", ("images", "targets"), names_images=True),
-    "tabular": _Ready(None, ("table", "targets")),
+    "language_model": _ReadyMade("language_modelling", ("texts", "targets"), takes_weights=True),
+    "text_classification": _ReadyMade(
+        "text_classification", ("texts", "targets"), takes_weights=True
+    ),
+    "image_folder": _ReadyMade("image_classification", ("images", "targets"), names_images=True),
+    "tabular": _ReadyMade(None, ("table", "targets")),
 }
-# For the annotation of a ready-made study's parameter: the type that an argument must have, and the
-# words for this type in error messages.
+# Maps the annotation of a ready-made study's parameter to the type that the argument must have, and
+# to the words for this type in error messages.
 _TYPES = {
     "str": (str, "a text, in quotes"),
     "int": (int, "an integer"),
@@ -73,22 +75,23 @@ _FUNCTIONS = (
     *("train_columns", "target_columns", "class_names", "as_read"),
 )
 
-# The number of positional arguments, and the names of the keyword arguments, that the pipeline
-# passes to a study's function. `study_arguments` cannot set these.
+# The pipeline itself passes these arguments to a study's functions, so `study_arguments` cannot set
+# them: the given number of positional arguments, and the keyword arguments with the given names.
 _N_POSITIONAL = {"draw": 2, "describe": 1, "as_read": 1, "token_texts": 1}
 _KEYWORDS = {"train": ("seed", "data")}
-# The pipeline calls these functions without arguments. `study_arguments` must therefore contain all
-# parameters that have no default.
+# The pipeline calls these functions without arguments. `study_arguments` must therefore contain a
+# value for each of their parameters that has no default.
 _CALLED_WITHOUT_ARGUMENTS = set(_FUNCTIONS) - {"encode", "describe", "as_read"}
 
 
 def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[str, Any]:
-    """Return a config whose ``study`` is a generated file that applies ``study_arguments``.
+    """Return a config whose ``study`` is a generated file that passes on ``study_arguments``.
 
-    The generated file calls a ready-made study with these arguments. For a user's study, it passes
-    each argument to every function that has a parameter of the same name. The file is written to
-    the results folder, unless ``writes`` is false. Files that the study reads are added to
-    ``data_files``. For a ready-made study, ``model_output`` and ``weights`` get their defaults.
+    The generated file creates a ready-made study with these arguments or, for a user's Python file,
+    passes each argument to every function that has a parameter of the same name. It is written to
+    the results folder, unless ``writes`` is false. The files that the study reads are added to
+    ``data_files``. For a ready-made study, ``model_output`` and ``weights`` get their defaults. A
+    Python file without ``study_arguments`` is used as it is.
     """
     name, arguments = config.get("study"), config.get("study_arguments")
     if not isinstance(name, str) or (name.endswith(".py") and not isinstance(arguments, Mapping)):
@@ -96,8 +99,8 @@ def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[
     if (name not in READY_MADE and not name.endswith(".py")) or not isinstance(arguments, Mapping):
         raise InputError(
             "study must be a Python file, or the name of a ready-made study "
-            f"({', '.join(READY_MADE)}). A ready-made study also needs a mapping "
-            f"`study_arguments`. Found study {name} and study_arguments {arguments!r}.",
+            f"({', '.join(READY_MADE)}). With a ready-made study, study_arguments must be a "
+            f"mapping. Found study {name} and study_arguments {arguments!r}.",
             code="config.study",
         )
     arguments = {key: value for key, value in arguments.items() if value is not None}
@@ -135,7 +138,11 @@ def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[
 
 
 def builder_of(config: Mapping[str, Any]) -> str:
-    """Return what determines the model, as error messages name it: a setting or make_model()."""
+    """Return the words by which error messages name the origin of the model.
+
+    For a user's study, this is make_model(). Users of a ready-made study do not know its
+    make_model(), so the words name the setting from which that function builds the model.
+    """
     name = re.sub(r"_study_[0-9a-f]{8}\.py$", "", Path(str(config.get("study"))).name)
     if name not in READY_MADE:
         return "make_model()"
@@ -154,7 +161,8 @@ def _own_source(study: Path, arguments: Mapping[str, Any]) -> str:
     problems, taken, lines = [], set(), []
     for name in (*_FUNCTIONS, "train", "draw", "token_texts"):
         if name not in defined:
-            # The parameters of imported and assigned names are unknown, so they get no arguments.
+            # The parameters of a function that is imported or assigned are unknown here, so the
+            # pipeline calls this function without `study_arguments`.
             lines += [f"{name} = own.{name}"] if name in bound else []
             continue
         function = defined[name]
@@ -177,15 +185,16 @@ def _own_source(study: Path, arguments: Mapping[str, Any]) -> str:
     problems += [f"{key}: {value}" for key, value in arguments.items() if not _is_plain(value)]
     if problems:
         raise InputError(
-            f"study_arguments must map parameters of the functions in {study} to plain values. The "
-            f"parameters are: {', '.join(sorted(taken)) or 'none'}. Found {'; '.join(problems)}.",
+            f"study_arguments must map parameters of the functions in {study} to text, numbers, "
+            "true or false, lists or mappings. The parameters are: "
+            f"{', '.join(sorted(taken)) or 'none'}. Found {'; '.join(problems)}.",
             code="config.study_keywords",
         )
     return _OWN.format(path=str(study), functions="\n".join(lines))
 
 
-def _check_arguments(name: str, arguments: Mapping[str, Any], about: _Ready) -> None:
-    """Raise an error if a ready-made study's arguments are invalid or name missing files."""
+def _check_arguments(name: str, arguments: Mapping[str, Any], about: _ReadyMade) -> None:
+    """Raise an error if arguments of a ready-made study are invalid or name missing files."""
     nodes = ast.parse((_STUDIES / f"{name}.py").read_text()).body
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
     signature = next(function.args for function in functions if function.name == name)
@@ -204,8 +213,9 @@ def _check_arguments(name: str, arguments: Mapping[str, Any], about: _Ready) -> 
             problems.append(f"{key}: {value}")
     if problems:
         raise InputError(
-            f"study_arguments must map parameters of {name} to plain values. The parameters are: "
-            f"{', '.join(types)}. Required: {', '.join(required)}. Found {'; '.join(problems)}.",
+            f"study_arguments must map parameters of {name} to text, numbers, true or false, lists "
+            f"or mappings. The parameters are: {', '.join(types)}. Required: "
+            f"{', '.join(required)}. Found {'; '.join(problems)}.",
             code="config.study_arguments",
         )
     for key in about.files:
@@ -213,8 +223,8 @@ def _check_arguments(name: str, arguments: Mapping[str, Any], about: _Ready) -> 
         if path and not (path.is_file() or any(files for _, _, files in os.walk(path))):
             missing = "no file in" if path.is_dir() else "nothing at"
             raise InputError(
-                f"study_arguments: {key} must be an existing file, or a folder with files. Found "
-                f"{missing} {path} (from {Path.cwd()}).",
+                f"study_arguments: {key} must be an existing file or a folder with files. Found "
+                f"{missing} {path} (relative to {Path.cwd()}).",
                 code="config.study_arguments",
             )
 
@@ -225,9 +235,9 @@ def _refuse_results_in(arguments: Mapping[str, Any], results: str) -> None:
         if folder.is_dir() and Path(results).resolve().is_relative_to(folder.resolve()):
             raise InputError(
                 f"study_arguments: the folder of {key} must not contain the results folder. "
-                "Otherwise, pictures among the results would be read as images of another class. "
-                f"Found {results} in {folder}. Move the images, or set `results` to another "
-                "folder.",
+                "Otherwise, the pipeline would read pictures among the results as images of "
+                f"another class. Found {results} in {folder}. Move the images, or set `results` to "
+                "another folder.",
                 code="config.results_in_images",
             )
 
@@ -241,7 +251,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _images_of(table: Path) -> list[str]:
-    """Return glob patterns for the images in a table, one for each folder and file extension."""
+    """Return glob patterns that match the images whose paths are in a table's column ``path``."""
     if not table.is_file():
         return []  # All files in a folder of images are already data files.
     try:
@@ -252,7 +262,7 @@ def _images_of(table: Path) -> list[str]:
 
 
 def _model_files(weights: Path) -> list[str]:
-    """Return the files with the configuration and the tokenizer of a Hugging Face model."""
+    """Return the configuration and tokenizer files of a model that transformers saved."""
     folders = [weights, *sorted(weights.glob("checkpoint-*"))]
     folders += [weights.parent] if (weights.parent / "tokenizer_config.json").is_file() else []
     patterns = ("*token*", "config.json", "vocab*", "merges.txt", "*.jinja", "adapter_config.json")
@@ -261,7 +271,7 @@ def _model_files(weights: Path) -> list[str]:
 
 
 def _code_of(argument: Any) -> list[str]:
-    """Return the Python file and its local imports if an argument is ``file.py:function``."""
+    """Return the file in an argument such as ``file.py:function``, and its local imports."""
     file = Path(argument.rpartition(":")[0]) if isinstance(argument, str) else Path()
     if file.suffix != ".py" or not file.is_file():
         return []
@@ -270,7 +280,7 @@ def _code_of(argument: Any) -> list[str]:
 
 def _written(name: str, text: str, results: str, *, writes: bool) -> str:
     """Return the path of a generated study file, and write the file if ``writes`` is true."""
-    # The digest in the name lets several configs have their study files in one results folder.
+    # The name contains a digest of the text, so that several configs can use one results folder.
     digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
     file = Path(results, f"{name}_study_{digest}.py")
     if writes and not (file.is_file() and file.read_text() == text):
@@ -283,14 +293,14 @@ def _written(name: str, text: str, results: str, *, writes: bool) -> str:
 
 
 def first_checkpoint(checkpoints: Any) -> str:
-    """Return the path of a config's first checkpoint."""
+    """Return the path of a config's first checkpoint, which is the default of ``weights``."""
     first = next(iter(checkpoints.values()), None) if isinstance(checkpoints, Mapping) else None
     path = first.get("path") if isinstance(first, Mapping) else first
     if not isinstance(path, str):
         raise InputError(
-            "study_arguments must contain `weights`, the folder from which the model is built, "
-            "unless `checkpoints` maps ids to paths. Found no `weights`, and checkpoints "
-            f"{json.dumps(checkpoints)}.",
+            "study_arguments must contain `weights`, the folder from which the model is built. "
+            "If `checkpoints` maps ids to paths, `weights` defaults to the first path. Found no "
+            f"`weights`, and checkpoints {json.dumps(checkpoints)}.",
             code="config.weights",
         )
     return path

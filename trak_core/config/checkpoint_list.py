@@ -1,4 +1,4 @@
-"""List a config's checkpoints with their paths, training runs and times in training."""
+"""Read a config's checkpoints: ids, paths, the runs that saved the checkpoints, and the times."""
 
 import json
 import re
@@ -16,8 +16,8 @@ _ID_PATTERN = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _KEYS = ("path", "run", "at", "state_dict")
 # The names of the folders in which transformers' Trainer saves checkpoints.
 _TRAINER_FOLDER = re.compile(r"checkpoint-(\d+)")
-# `_TIME` matches an epoch or a step in a file name, and `_QUALITY` a loss or an accuracy. Without
-# the lookbehind, "sweep_1" would contain the epoch 1, because it ends in "ep_1".
+# In a file name, `_TIME` matches an epoch or a step, and `_QUALITY` a loss or an accuracy. Without
+# the lookbehind, `_TIME` would find the epoch 1 in "sweep_1", because this name ends in "ep_1".
 _TIME = re.compile(r"(?<![a-z])(epochs?|ep|steps?|iter(?:ation)?s?)[-_=]?(\d+)", re.I)
 _QUALITY = re.compile(r"(?<![a-z])(?:loss|acc(?:uracy)?|auc|f1|error)[-_=]?\d*\.?\d+", re.I)
 
@@ -28,10 +28,10 @@ class Checkpoint:
 
     run: str  # the name of the run
     at: float | None = None  # the time in training, in any unit; None if it is not known
-    path: str | None = None  # the file or folder; None if the pipeline trains the checkpoint
+    path: str | None = None  # the file or folder; None if the pipeline trains the model
     arguments: Mapping[str, Any] = field(default_factory=dict)  # the run's arguments for `train`
-    is_listed: bool = False  # whether the config names only the Trainer's folder that contains it
-    state_dict: str | None = None  # the key of the state dict in the file; None for the usual key
+    is_in_folder: bool = False  # whether the config names only the folder that contains `path`
+    state_dict: str | None = None  # the key of the state dict in the file; None to search for it
 
 
 def checkpoint_table(
@@ -43,8 +43,9 @@ def checkpoint_table(
         checkpoints: A mapping whose keys are ids, or the path of a table with the columns
             ``checkpoint`` (the ids) and ``path``, and optionally ``run``, ``at`` and
             ``state_dict``.
-        training: The config's ``training``, or None. With ``training``, each value in
-            ``checkpoints`` contains arguments of ``train``, and ``at`` may be a list of times.
+        training: The config's ``training``, or None if the pipeline does not train. Otherwise, each
+            value in ``checkpoints`` contains a run's arguments for ``train``, and ``at`` may be a
+            list of the times at which this run saves checkpoints.
     """
     if isinstance(checkpoints, str):
         rows = read_table(Path(checkpoints), ("checkpoint", "path"), ("run", "at", "state_dict"))
@@ -54,8 +55,8 @@ def checkpoint_table(
         ]
     else:
         entries = [(str(name), value) for name, value in checkpoints.items()]
-    # One entry can stand for several checkpoints, whose ids begin with the name of the entry. The
-    # names are checked first, so that the error shows the name as it is in the config.
+    # One entry of `checkpoints` can stand for several checkpoints, whose ids begin with the name of
+    # the entry. The names are checked first, so that an error shows the name as the user wrote it.
     _check_ids([name for name, _ in entries])
     expand = _saved if training is None else _trained
     pairs = [pair for name, value in entries for pair in expand(name, value, training or {})]
@@ -66,8 +67,8 @@ def checkpoint_table(
         if len(ids) > 1 and (None in times or len(set(times)) < len(times)):
             shown = ", ".join(f"{name}: {at}" for name, at in zip(ids, times, strict=True))
             raise InputError(
-                "All checkpoints of a run must have different times `at`, which determine their "
-                f"order. Found {shown} in run {run!r}.",
+                "If a run has several checkpoints, each must have a different time `at`, because "
+                f"the times determine their order. Found {shown} in run {run!r}.",
                 code="config.checkpoint_time",
             )
     return table
@@ -81,10 +82,10 @@ def runs_of(checkpoints: Mapping[str, Checkpoint]) -> dict[str, list[str]]:
     return dict(sorted(runs.items()))
 
 
-def are_from_along_runs(checkpoints: Mapping[str, Checkpoint]) -> bool:
+def have_several_times(checkpoints: Mapping[str, Checkpoint]) -> bool:
     """Return whether the checkpoints were saved at different times during training."""
-    # A checkpoint without `at` that the pipeline trains is from the end of its run, which counts as
-    # another time (None). For other checkpoints, a missing `at` means that the time is unknown.
+    # If the pipeline trains a model without `at`, it saves a checkpoint at the end of the run. This
+    # counts as another time (None). For a user's checkpoint, None means that the time is unknown.
     times = {c.at for c in checkpoints.values() if c.at is not None or c.path is None}
     return len(runs_of(checkpoints)) < len(checkpoints) or len(times) > 1
 
@@ -92,9 +93,9 @@ def are_from_along_runs(checkpoints: Mapping[str, Checkpoint]) -> bool:
 def times_of(checkpoints: Iterable[Path]) -> dict[Path, dict[str, Any]]:
     """Return the likely ``run`` and ``at`` of checkpoints, judging by the names of their files.
 
-    Checkpoints in a folder belong to one run if their names differ only in an epoch or a step, and
-    perhaps in a loss or an accuracy, as in ``epoch=3-val_loss=0.25.ckpt``. Other checkpoints are
-    left out.
+    Checkpoints in the same folder probably belong to one run if their names differ only in an epoch
+    or a step, and perhaps in a loss or an accuracy, as in ``epoch=3-val_loss=0.25.ckpt``. The
+    result contains no other checkpoints.
     """
     times = {path: _TIME.findall(path.name)[-1] for path in checkpoints if _TIME.search(path.name)}
 
@@ -113,7 +114,8 @@ def times_of(checkpoints: Iterable[Path]) -> dict[Path, dict[str, Any]]:
 def folder_names(folders: Iterable[Path]) -> dict[Path, str]:
     """Return a short, unique name for each folder, or {} if there are no such names.
 
-    The names are the last components of the paths, or else the last but one, and so on.
+    The names are the last components of the paths. If two of these are equal, the names are the
+    components before the last, and so on.
 
     Example:
         >>> [*folder_names([Path("out/a/saved"), Path("out/b/saved")]).values()]
@@ -136,18 +138,18 @@ def seeming_runs(checkpoints: Mapping[str, Checkpoint]) -> str | None:
     entry = json.dumps({"path": str(next(iter(times))), **next(iter(times.values()))})
     return (
         f"the names of {listed(times)} differ only in an epoch or a step, which suggests that "
-        "they are checkpoints of one run. Each is currently treated as a separate run. If they "
-        f"belong to one run, write each as in {entry}."
+        "they are checkpoints of one run. Each is currently treated as the only checkpoint of its "
+        f"run. If they belong to one run, write each in the form {entry}."
     )
 
 
-def mixed_trainings(checkpoints: Mapping[str, Checkpoint]) -> str | None:
-    """Return a notice if a Trainer's folder has checkpoints of different trainings.
+def mixed_runs(checkpoints: Mapping[str, Checkpoint]) -> str | None:
+    """Return a notice if checkpoints in one Trainer's folder seem to be from different runs.
 
-    With each checkpoint, a Trainer saves all logs since the training began. In one training, the
-    logs of a later checkpoint therefore begin with the logs of an earlier checkpoint.
+    With each checkpoint, a Trainer saves all logs since the run began. If two checkpoints are from
+    the same run, the logs of the later one therefore begin with the logs of the earlier one.
     """
-    saved = [Path(c.path) for c in checkpoints.values() if c.is_listed and c.path]
+    saved = [Path(c.path) for c in checkpoints.values() if c.is_in_folder and c.path]
     for folders in grouped(saved, lambda path: path.parent):
         logs = [
             (folder, [json.dumps(log) for log in _trainer_state(folder).get("log_history") or []])
@@ -156,15 +158,15 @@ def mixed_trainings(checkpoints: Mapping[str, Checkpoint]) -> str | None:
         for (folder, log), (later, later_log) in pairwise(logs):
             if log and later_log and later_log[: len(log)] != log:
                 return (
-                    f"{folder} and {later} seem to be saved by different trainings, because their "
-                    "logs in trainer_state.json differ. If so, set a different `run` for the "
-                    "checkpoints of each training."
+                    f"{folder} and {later} seem to be from different training runs, because their "
+                    "logs in trainer_state.json differ. If they are, list each checkpoint in "
+                    "`checkpoints`, with the name of its `run` and its time `at`."
                 )
     return None
 
 
 def grouped(paths: Iterable[Path], key: Callable[[Path], Any]) -> list[list[Path]]:
-    """Group paths by key, in order of appearance, and return a list of paths for each key."""
+    """Return a list of paths for each value of ``key(path)``, in the order of first appearance."""
     groups: dict[Any, list[Path]] = {}
     for path in paths:
         groups.setdefault(key(path), []).append(path)
@@ -187,7 +189,7 @@ def _check_ids(names: list[str]) -> None:
 
 
 def _time_in(cell: str, name: str) -> float | None:
-    """Return the time in a table's cell as an integer or a float, or None for an empty cell."""
+    """Return the time in a cell of a table of checkpoints, or None for an empty cell."""
     if not cell:
         return None
     try:
@@ -199,8 +201,8 @@ def _time_in(cell: str, name: str) -> float | None:
 def _checked_time(at: Any, name: str) -> float:
     if type(at) not in (int, float) or not 0 <= at < float("inf"):
         raise InputError(
-            "`at` is the time at which a checkpoint was saved, such as an epoch, and must be a "
-            f"number of at least 0. Found {at!r} for checkpoint {name!r}.",
+            "`at` is the time at which a checkpoint was saved, such as an epoch. It must be a "
+            f"number that is at least 0. Found {at!r} for checkpoint {name!r}.",
             code="config.checkpoint_time",
         )
     return at
@@ -209,11 +211,14 @@ def _checked_time(at: Any, name: str) -> float:
 def _trained(
     name: str, value: Any, training: Mapping[str, Any]
 ) -> Iterator[tuple[str, Checkpoint]]:
-    """Yield the id and the checkpoint for each time ``at``, or for the run's end without ``at``."""
+    """Yield the id and the properties of each checkpoint that a run of the pipeline will save.
+
+    The run saves a checkpoint at each time in ``at``, or one at its end if there is no ``at``.
+    """
     if not isinstance(value, Mapping):
         raise InputError(
-            "In a config with `training`, a checkpoint must be a mapping of training arguments. "
-            f"Found {value!r} for checkpoint {name!r}.",
+            "In a config with `training`, each value in `checkpoints` must be a mapping with the "
+            f"arguments of a training run. Found {value!r} for {name!r}.",
             code="config.checkpoint_value",
         )
     times = value.get("at", training.get("at"))
@@ -223,7 +228,8 @@ def _trained(
         return
     if times == []:
         raise InputError(
-            f"A list `at` must contain at least one time. Found an empty list for run {name!r}.",
+            "If `at` is a list, it must contain at least one time. Found an empty list for run "
+            f"{name!r}.",
             code="config.checkpoint_time",
         )
     for at in times if isinstance(times, list) else [times]:
@@ -231,7 +237,10 @@ def _trained(
 
 
 def _saved(name: str, value: Any, _: Any) -> Iterator[tuple[str, Checkpoint]]:
-    """Yield the id and the checkpoint for a path, or for each ``checkpoint-<step>`` below it."""
+    """Yield the id and the properties of each checkpoint that the entry ``name`` stands for.
+
+    There are several if the path is a folder in which a Trainer saved several checkpoints.
+    """
     entry = {"path": value} if isinstance(value, str) else value
     unknown = [str(key) for key in entry if key not in _KEYS] if isinstance(entry, Mapping) else []
     if not isinstance(entry, Mapping) or unknown or not isinstance(entry.get("path"), str):
@@ -243,7 +252,7 @@ def _saved(name: str, value: Any, _: Any) -> Iterator[tuple[str, Checkpoint]]:
         )
     run, at, path = entry.get("run"), entry.get("at"), entry["path"]
     run, key = name if run is None else str(run), str(entry.get("state_dict") or "") or None
-    folders = of_trainer(Path(path))
+    folders = trainer_checkpoints(Path(path))
     if not folders:
         time = None if at is None else _checked_time(at, name)
         yield name, Checkpoint(run, time, path, state_dict=key)
@@ -252,16 +261,16 @@ def _saved(name: str, value: Any, _: Any) -> Iterator[tuple[str, Checkpoint]]:
         raise InputError(
             f"{path}: `at` must not be set for a folder in which a Trainer saved several "
             "checkpoints, because the Trainer's steps are used as times. Found "
-            f"{at!r} for checkpoint {name!r}.",
+            f"`at: {at}` for checkpoint {name!r}. Remove `at`.",
             code="config.checkpoint_time",
         )
     for number, folder in folders:
         step, path = _trainer_state(folder).get("global_step", number), str(folder)
-        yield f"{name}-{number}", Checkpoint(run, step, path, is_listed=True, state_dict=key)
+        yield f"{name}-{number}", Checkpoint(run, step, path, is_in_folder=True, state_dict=key)
 
 
-def of_trainer(path: Path) -> list[tuple[int, Path]]:
-    """Return the step and the path of each folder ``checkpoint-<step>``, sorted by step."""
+def trainer_checkpoints(path: Path) -> list[tuple[int, Path]]:
+    """Return the step and the path of each folder ``path/checkpoint-<step>``, sorted by step."""
     if not path.is_dir():
         return []
     matches = [(_TRAINER_FOLDER.fullmatch(inner.name), inner) for inner in path.iterdir()]
@@ -269,7 +278,7 @@ def of_trainer(path: Path) -> list[tuple[int, Path]]:
 
 
 def _trainer_state(folder: Path) -> dict[str, Any]:
-    """Return the content of a Trainer's state file, or {} without such a file."""
+    """Return the content of trainer_state.json in ``folder``, or {} if it has no such file."""
     state = folder / "trainer_state.json"
     if not state.is_file():
         return {}

@@ -1,6 +1,6 @@
 """Check relations between config keys that the JSON Schema cannot express.
 
-These functions require a config that is valid by the schema and contains the schema's defaults.
+The config must already satisfy the schema and contain its defaults.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,9 +14,10 @@ from trak_core.settings.target_filter import Condition
 
 
 def _refuse(code: str, setting: str, rules: Iterable[tuple[bool, str, Any]], remedy: str) -> None:
-    """Raise an error if the config breaks a rule that a setting, such as ``label_draws``, implies.
+    """Raise an error if a config with ``setting`` breaks one of the rules for this setting.
 
-    Each rule is a tuple: whether the rule is broken, what it requires, and the value found.
+    Each rule is a tuple of three parts: whether the config breaks the rule, the requirement in
+    words, and the value in the config. ``remedy`` tells the user what to do.
     """
     for is_broken, requirement, value in rules:
         if is_broken:
@@ -24,7 +25,7 @@ def _refuse(code: str, setting: str, rules: Iterable[tuple[bool, str, Any]], rem
 
 
 def check_relations(config: Mapping[str, Any]) -> None:
-    """Raise an error if keys of a config are not compatible with each other."""
+    """Raise an error if settings of a config exclude each other or lack what they need."""
     checks = check_exact, check_preconditioner, check_label_draws, check_experiments, check_lists
     for check in checks:
         check(config)
@@ -34,7 +35,7 @@ def check_relations(config: Mapping[str, Any]) -> None:
 
 
 def check_exact(config: Mapping[str, Any]) -> None:
-    """Raise an error if the config has ``projection: exact`` and keys that exclude it."""
+    """Raise an error for settings that cannot be combined with ``projection: exact``."""
     if not isinstance(projection := config["projection"], str):
         return
     keep, dtype = config["scoring"]["keep"], config["features_dtype"]
@@ -46,12 +47,12 @@ def check_exact(config: Mapping[str, Any]) -> None:
         (dtype != "float32", "no features are stored", f"features_dtype {dtype}"),
         (config["answers"]["tokens"], "scores cannot be split by token", "answers.tokens"),
     ]
-    remedy = "Leave this setting out, or use a projection."
+    remedy = "Remove the setting that was found, or use a projection."
     _refuse("config.exact", f"projection: {projection}", rules, remedy)
 
 
 def check_preconditioner(config: Mapping[str, Any]) -> None:
-    """Raise an error if the config has a ``preconditioner`` and keys that exclude it."""
+    """Raise an error for settings that cannot be combined with a ``preconditioner``."""
     if config["preconditioner"] == "none":
         return
     projection = config["projection"]
@@ -60,11 +61,11 @@ def check_preconditioner(config: Mapping[str, Any]) -> None:
         (isinstance(projection, str), "gradients must be projected", f"`projection: {projection}`"),
     ]
     setting = f"preconditioner: {config['preconditioner']}"
-    _refuse("config.preconditioner", setting, rules, "Leave one of the two out.")
+    _refuse("config.preconditioner", setting, rules, "Remove one of the two settings.")
 
 
 def check_label_draws(config: Mapping[str, Any]) -> None:
-    """Raise an error if the config has ``label_draws`` and keys that exclude it."""
+    """Raise an error for settings that cannot be combined with ``label_draws``."""
     if not (draws := config.get("label_draws", 0)):
         return
     output, scoring = config["model_output"], config["scoring"]
@@ -77,14 +78,14 @@ def check_label_draws(config: Mapping[str, Any]) -> None:
         (weighting == Weighting.CURVATURE, "scoring.weighting must be plain", weighting),
         (scoring["normalize"], "gradients cannot be normalized", "scoring.normalize"),
     ]
-    _refuse("config.label_draws", f"label_draws: {draws}", rules, "Leave one of the two out.")
+    _refuse("config.label_draws", f"label_draws: {draws}", rules, "Change one of the two settings.")
 
 
 def lists_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the settings of a config's lists by name, with the experiment of each list.
+    """Return the settings of each list of samples in the config's ``lists``, by the list's name.
 
-    A list without an experiment uses the config's only experiment. If there are several
-    experiments, its experiment is None.
+    If a list has no ``experiment``, it is set to the config's only experiment, or to None if there
+    are several.
     """
     lists, experiments = config.get("lists", []), list(config["experiments"])
     only = experiments[0] if len(experiments) == 1 else None
@@ -96,14 +97,14 @@ def lists_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def removals_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the settings of each result file of ``evaluation.removals``, by the file's name.
+    """Return the settings of each file of results for ``evaluation.removals``, by the file's name.
 
-    Models are retrained without some training samples. In the settings of a file, ``by`` contains
-    the methods that choose these samples: for an experiment ``top`` (the highest scores),
-    ``random`` and the baselines, and for a list only the name of the list. The models' outputs are
-    measured for the targets of ``experiment``, which defaults to the list's experiment. A list's
-    ``fractions`` are the fractions of the training samples that are removed, or kept for
-    ``select``.
+    Each file is about models that are retrained without some training samples. One file can be for
+    an experiment: its key ``by`` lists the methods that choose the samples to remove, which are
+    ``top`` (the highest scores), ``random`` and the baselines. The other files are for lists: their
+    ``by`` contains only the list's name, and ``fractions`` are the fractions of the training
+    samples to remove (for ``select``, to keep). In both cases, the retrained models are evaluated
+    on the targets of ``experiment``, which defaults to the list's experiment.
     """
     given, lists = config.get("evaluation", {}).get("removals", {}), lists_of(config)
     removals = {}
@@ -120,21 +121,22 @@ def removals_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def check_removals(config: Mapping[str, Any]) -> None:
-    """Raise an error if ``evaluation.removals`` contains an unknown or unsuitable list."""
+    """Raise an error if ``evaluation.removals`` names a list that cannot be tested."""
     lists = lists_of(config)
     for about in removals_of(config).values():
         if (name := about.get("list")) is None:
             continue
         if name not in lists:
             raise InputError(
-                "evaluation.removals must name lists that the config has under `lists` "
-                f"({', '.join(lists) or 'none'}). Found {name}.",
+                "Every list in evaluation.removals must also be in `lists`, which contains "
+                f"{', '.join(lists) or 'none'}. Found {name}.",
                 code="config.removals_of_no_list",
             )
         if "pool" in lists[name]:
             raise InputError(
-                "Lists in evaluation.removals must consist of training samples. Found `select` "
-                "with a pool. Remove the pool, or leave select out of evaluation.removals.",
+                "Lists in evaluation.removals must consist of training samples. Found select, "
+                "which lists samples from a pool. Remove lists.select.pool, or remove select from "
+                "evaluation.removals.",
                 code="config.removals_of_pool",
             )
         most = lists[name].get("fraction", 1)
@@ -147,7 +149,7 @@ def check_removals(config: Mapping[str, Any]) -> None:
 
 
 def check_lists(config: Mapping[str, Any]) -> None:
-    """Raise an error for lists whose experiment, model output or projection is not suitable."""
+    """Raise an error if a list cannot use its experiment, the model output or the projection."""
     lists, experiments = lists_of(config), list(config["experiments"])
     for name, about in lists.items():
         if about["experiment"] not in experiments:
@@ -160,20 +162,22 @@ def check_lists(config: Mapping[str, Any]) -> None:
     if not about_output(output).better and lists.keys() - {"duplicates"}:
         raise InputError(
             "lists need a model output for which a larger value means a smaller loss. Found "
-            f"{output_name(output)}. If a larger value of your own model output does mean a "
-            "smaller loss, add `larger_is_better: true` to its keys.",
+            f"{output_name(output)}. If larger values of your own model output do mean a smaller "
+            "loss, add `larger_is_better: true` to the keys of model_output.",
             code="config.list_output",
         )
     pool = "pool" in lists.get("select", {})
     of_features = ["duplicates"] * ("duplicates" in lists) + ["select with a pool"] * pool
     for name in of_features if isinstance(config["projection"], str) else []:
         raise InputError(
-            f"lists: {name} needs a projection. Found `projection: {config['projection']}`.",
+            f"lists: {name} needs projected features. Found `projection: {config['projection']}`, "
+            "which stores no features. Use a projection, or remove this list.",
             code="config.list_features",
         )
     if pool and POOL in experiments:
         raise InputError(
-            f"With lists.select.pool, no experiment may be named {POOL}. Found {POOL}. Rename it.",
+            f"With lists.select.pool, no experiment may have the name {POOL}. Found {POOL}. Rename "
+            "this experiment.",
             code="config.pool_name",
         )
 
@@ -188,19 +192,20 @@ def check_experiments(config: Mapping[str, Any]) -> None:
         others += ["shards"] * (about["shards"] != 1)
         if others:
             raise InputError(
-                f"experiments.{name}: `where` must be the only key. Found {others[0]} as well.",
+                f"experiments.{name}: an experiment with `where` must have no other key. Found "
+                f"{others[0]} as well.",
                 code="config.where_alone",
             )
 
 
 def check_evaluation(config: Mapping[str, Any]) -> None:
-    """Raise an error if ``evaluation`` is not compatible with the config's other keys."""
+    """Raise an error if ``evaluation`` is not possible with the other settings of the config."""
     evaluation, experiments = config["evaluation"], config["experiments"]
     lds, removals = {"subsets", "ground_truth"} & set(evaluation), evaluation.get("removals", {})
     if len(lds) == 2:
         raise InputError(
-            "evaluation must have only one of `subsets` and `ground_truth`. Found both. Leave one "
-            "out.",
+            "evaluation must have only one of `subsets` and `ground_truth`. Found both. Remove one "
+            "of them.",
             code="config.two_truths",
         )
     named = [*evaluation.get("experiments", ())]
@@ -248,7 +253,7 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
     if lds and "same_class" in evaluation["baselines"] and not has_classes:
         raise InputError(
             "evaluation.baselines: same_class needs a model_output whose labels are classes. Found "
-            f"{output_name(output)}. Leave same_class out.",
+            f"{output_name(output)}. Remove same_class.",
             code="config.no_classes",
         )
     if not isinstance(projection := config["projection"], str):
@@ -270,9 +275,10 @@ def check_columns(proj_dim: int, kind: str, evaluation: Mapping[str, Any]) -> No
     wrong = [dim for dim in dims if dim > proj_dim or (dim < proj_dim and kind not in nested)]
     if wrong:
         raise InputError(
-            "evaluation.sweep.proj_dim selects the first columns of the projection, which has "
-            f"{proj_dim} columns. For the kinds {' and '.join(nested)}, it must be at most "
-            f"{proj_dim}, and for other kinds exactly {proj_dim}. Found {wrong[0]} with {kind}.",
+            "Each value in evaluation.sweep.proj_dim is the number of columns to use of the stored "
+            f"features, which have {proj_dim}. This value must be at most {proj_dim} if "
+            f"projection.kind is {' or '.join(nested)}, and exactly {proj_dim} for other kinds. "
+            f"Found {wrong[0]} with {kind}.",
             code="config.sweep_columns",
         )
 
@@ -297,8 +303,8 @@ def check_sizes(evaluation: Mapping[str, Any], n_train: int) -> None:
         )
 
 
-# Snakemake quotes the paths on a job's command line, and executors for clusters quote this line
-# again. Shells interpret these characters even inside such quotes.
+# Snakemake quotes paths on the command line of a job, and executors for clusters quote the whole
+# line once more. Shells interpret these characters even inside nested quotes.
 _SIGNS = "'\"`$\\\n\r"
 
 
@@ -331,7 +337,7 @@ def check_config_entries(entries: Iterable[str]) -> None:
 
 
 def _paths(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the key and the value of each path in a config."""
+    """Yield the key and the value of each setting in a config that is a path."""
     yield "study", config["study"]
     yield "model_output", output_name(config.get("model_output", ""))
     if isinstance(config["checkpoints"], str):

@@ -16,7 +16,7 @@ from typing import Any
 
 from snakemake_executor_plugin_forks.server import Fork
 from trak_core.config.bind_study_arguments import builder_of
-from trak_core.config.checkpoint_list import mixed_trainings, seeming_runs
+from trak_core.config.checkpoint_list import mixed_runs, seeming_runs
 from trak_core.config.cross_checks import check_columns, check_paths, check_sizes
 from trak_core.config.memory_needs import LARGE_BYTES, check_memory, evaluation_need, weights_mb
 from trak_core.config.specs_from_config import Specs
@@ -32,8 +32,8 @@ _STAGE = "trak_core.stages.preflight_study"
 _SCRIPT = Path(__file__).parents[1] / "stages/preflight_study.py"
 # The largest difference that is tolerated between the clocks of this machine and a file server.
 _SKEW_SECONDS = 2
-# All files that `bring_along` has returned. Snakemake treats them as config files, but they are not
-# configs.
+# All files that `bring_along` has returned. They are added to Snakemake's list of config files, and
+# the check of config files must skip them.
 brought_along = list[str]()
 _MAX_SOURCE_BYTES = 10_000_000  # Snakemake does not send larger files, and only prints a warning.
 
@@ -41,15 +41,17 @@ _MAX_SOURCE_BYTES = 10_000_000  # Snakemake does not send larger files, and only
 def run_preflight(
     specs: Specs, results: Path, config_files: Sequence[str] = (), *, is_stored: bool
 ) -> dict[str, str]:
-    """Return hashes of the user's checkpoints and of ``ground_truth``, after checking the config.
-
-    The checks concern files, the study, the checkpoints and the memory limit.
+    """Check the user's files, the study, the checkpoints and the memory limit.
 
     Args:
         specs: The config, and the settings of jobs that are derived from it.
-        results: The results folder, in which the study's sizes and file digests are stored.
+        results: The results folder. It stores digests of the files, and what the checks read, such
+            as the number of training samples.
         config_files: More paths to check for characters that a shell interprets.
         is_stored: Whether Snakemake reads files from remote storage, not from this disk.
+
+    Returns:
+        A digest of each checkpoint that is on this disk, and of ``ground_truth``, by path.
     """
     paths = (checkpoint.path for checkpoint in specs.checkpoints.values())
     check_paths(specs.config, [*config_files, *filter(None, paths)])
@@ -61,10 +63,10 @@ def run_preflight(
 
 
 def largest_weights_mb(specs: Specs, results: Path, checkpoint: str | None) -> int:
-    """Return the MiB that a job needs for the weights of ``checkpoint``.
+    """Return how many MiB a job needs for the weights of ``checkpoint``.
 
-    If ``checkpoint`` is None, return the largest value of all checkpoints. The sizes are read from
-    the record that the preflight wrote to ``results``. Without a record, return 0.
+    If ``checkpoint`` is None, this is the largest value of all checkpoints. The sizes are from the
+    record that ``run_preflight`` wrote to ``results``. If there is no record, return 0.
     """
     facts = read_record(results / _RECORD)
     names = list(specs.checkpoints) if checkpoint is None else [checkpoint]
@@ -80,21 +82,23 @@ def largest_weights_mb(specs: Specs, results: Path, checkpoint: str | None) -> i
 
 
 def _user_files(specs: Specs, is_stored: bool) -> tuple[dict[str, list[str | None]], list[str]]:
-    """Return the user's files on this disk, or raise an error if one of them does not exist.
+    """Return the user's checkpoints and ``ground_truth``, after checking that all of them exist.
 
     Returns:
-        A mapping from the path of each checkpoint file to the config's ``state_dict`` keys for this
-        file, and a list with the path of ``evaluation.ground_truth`` if it is on this disk.
+        A mapping from the path of each checkpoint to the config's ``state_dict`` keys for this
+        path, and a list with the path of ``evaluation.ground_truth``. Both contain only paths on
+        this disk.
     """
     if is_stored:
-        if folders := [c.path for c in specs.checkpoints.values() if c.is_listed]:
+        if folders := [c.path for c in specs.checkpoints.values() if c.is_in_folder]:
             raise InputError(
                 "In remote storage, each checkpoint must have its own entry in `checkpoints`. "
-                f"Found a folder with several checkpoints, such as {folders[0]}.",
+                "Found an entry for a folder that contains several checkpoints, such as "
+                f"{folders[0]}.",
                 code="config.stored",
             )
         return {}, []
-    here = f"(from {Path.cwd()})"
+    here = f"(relative to {Path.cwd()})"
     checkpoints = defaultdict[str, list[str | None]](list)
     for checkpoint in specs.checkpoints.values():
         if checkpoint.path is not None and "://" not in checkpoint.path:
@@ -102,21 +106,21 @@ def _user_files(specs: Specs, is_stored: bool) -> tuple[dict[str, list[str | Non
     truth = [path for path in [specs.evaluation.get("ground_truth", "://")] if "://" not in path]
     if missing := [path for path in checkpoints if not Path(path).exists()]:
         raise InputError(
-            f"Checkpoints must exist. Found nothing at: {', '.join(missing)} {here}.",
+            f"All checkpoints must exist. Found nothing at {', '.join(missing)} {here}.",
             code="config.missing_checkpoint",
         )
     bare = [path for path in checkpoints if _lacks_optimizer(Path(path))]
     if bare and specs.all_features.preconditioner is not None:
         raise InputError(
-            "With `preconditioner: adam`, each checkpoint must contain the optimizer's state. It "
-            f"is either a folder with {OPTIMIZER_FILE}, which a Trainer saves unless "
+            "With `preconditioner: adam`, each checkpoint must contain the optimizer's state. The "
+            f"checkpoint must be a folder with {OPTIMIZER_FILE}, which a Trainer saves unless "
             "save_only_model is set, or one file with the model and the optimizer. Found no "
             f"optimizer in {', '.join(bare)}.",
             code="config.preconditioner",
         )
     if not all(Path(path).is_file() for path in truth):
         raise InputError(
-            f"evaluation.ground_truth must be a file. Found none at {truth[0]} {here}.",
+            f"evaluation.ground_truth must be a file. Found no file at {truth[0]} {here}.",
             code="config.missing_ground_truth",
         )
     refuse_future([*checkpoints, *truth])
@@ -126,9 +130,9 @@ def _user_files(specs: Specs, is_stored: bool) -> tuple[dict[str, list[str | Non
 def stored_signature(path: str, store: Any, results: Path) -> str:
     """Return a text that changes whenever a user's file in remote storage changes.
 
-    The text contains the size and time of ``store``, which is Snakemake's object for the file. If
-    the storage is a folder on this machine, the text is a hash of the content, which is recorded in
-    the folder ``results``. ``path`` is the file's path in the config.
+    The text consists of the size and the modification time of ``store``, which is Snakemake's
+    object for the file. If the storage is a folder on this machine, the text is instead a digest of
+    the content, which is kept in the folder ``results``. ``path`` is the file's path in the config.
     """
     local_path = Path(store.query)
     if local_path.exists():
@@ -141,28 +145,34 @@ def stored_signature(path: str, store: Any, results: Path) -> str:
 
 
 def refuse_future(files: Iterable[str]) -> None:
-    """Raise an error for files with future times. Snakemake would delete results made from them."""
+    """Raise an error if the modification time of a file is in the future.
+
+    Snakemake would consider all results from such a file outdated, and delete them.
+    """
     now = time.time()
     ahead = {file: Path(file).stat().st_mtime - now for file in files if Path(file).exists()}
     late = [file for file, seconds in ahead.items() if seconds > _SKEW_SECONDS]
     if late:
         raise InputError(
-            f"{listed(late)}: a file's time must not be in the future. Otherwise, Snakemake would "
-            "delete the results as outdated. Found a modification time that is "
-            f"{max(ahead.values()):.0f} s ahead. Correct the clocks, then `touch` these files.",
+            f"{listed(late)}: a file's modification time must not be in the future. Otherwise, "
+            "Snakemake would delete results from this file as outdated. Found a time that is "
+            f"{max(ahead.values()):.0f} s ahead. Correct the clock, then `touch` these files.",
             code="config.future",
         )
 
 
 def _lacks_optimizer(checkpoint: Path) -> bool:
-    """Return whether the file names of a checkpoint show that it has no optimizer state."""
+    """Return whether a checkpoint contains no optimizer state, judging only by file names."""
     if checkpoint.is_dir():
         return not (checkpoint / OPTIMIZER_FILE).is_file()
     return checkpoint.suffix == ".safetensors"
 
 
 def bring_along(files: Sequence[Path]) -> list[str]:
-    """Return the paths of the files that Snakemake must send to jobs without a shared disk."""
+    """Return the paths of ``files``, which Snakemake sends to jobs that cannot read this disk.
+
+    Raise an error if Snakemake would not send a file.
+    """
     outside = [file for file in files if not file.resolve().is_relative_to(Path.cwd())]
     large = [file for file in files if file.stat().st_size > _MAX_SOURCE_BYTES]
     for wrong, rule in ((outside, "be in the working folder"), (large, "have at most 10 MB")):
@@ -179,7 +189,7 @@ def bring_along(files: Sequence[Path]) -> list[str]:
 
 
 def _request(specs: Specs) -> dict[str, Any]:
-    """Return the arguments of ``preflight_study`` that do not depend on splits or checkpoints."""
+    """Return the part of the request for ``preflight_study`` that is about the whole config."""
     config = specs.config
     is_trained = "training" in config
     retrains = {"subsets", "removals"} & set(specs.evaluation)
@@ -204,7 +214,8 @@ def _facts(
 ) -> dict[str, Any]:
     """Return the result of ``preflight_study``, such as the number of samples in each split.
 
-    Splits and checkpoints are read only if they changed since ``record`` was written.
+    A split or a checkpoint is read only if it changed since ``record`` was written. ``checkpoints``
+    is from ``_user_files``, and ``digests`` contains a digest of each of these checkpoints.
     """
     request, known = _request(specs), read_record(record)
     common = [specs.study_and_output_digest, stage_digest(_STAGE), request]
@@ -214,7 +225,7 @@ def _facts(
     old = {name for name, key in known.get("keys", {}).items() if keys.get(name) == key}
     told = {split: text for split, text in known.get("told", {}).items() if split in old}
     print(*told.values(), sep="", end="", file=sys.stderr)
-    for notice in filter(None, (f(specs.checkpoints) for f in (seeming_runs, mixed_trainings))):
+    for notice in filter(None, (f(specs.checkpoints) for f in (seeming_runs, mixed_runs))):
         print(f"Notice: {notice}", file=sys.stderr)
     if old == keys.keys():
         return known
@@ -236,7 +247,10 @@ def _facts(
 
 
 def _is_large(checkpoint: Path) -> bool:
-    """Return whether a checkpoint's model may be large. For adapters, the answer is always yes."""
+    """Return whether a checkpoint's model may be large.
+
+    For an adapter, the answer is yes, because its size does not show that of its base model.
+    """
     if not checkpoint.is_dir():
         return checkpoint.stat().st_size >= LARGE_BYTES
     files = [path for path in checkpoint.iterdir() if path.is_file()]
@@ -245,8 +259,11 @@ def _is_large(checkpoint: Path) -> bool:
 
 
 def _preflight_in_a_process(request: Mapping[str, Any], builder: str) -> dict[str, Any]:
-    """Return the result of ``preflight_study``. In errors, ``builder`` replaces make_model()."""
-    # The processes exchange files. A pipe would stay open if the study started other processes.
+    """Return the result of ``preflight_study``, after running it in a separate process.
+
+    In error messages, ``builder`` replaces make_model(), for users who did not write this function.
+    """
+    # Requests and answers are files. A pipe would stay open if the study started other processes.
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, name) for name in ("request", "answer", "log")]
         files[0].write_text(json.dumps(request), encoding="utf-8")
@@ -269,8 +286,8 @@ def _preflight_in_a_process(request: Mapping[str, Any], builder: str) -> dict[st
         raise InputError(
             log.strip()
             or f"{request['study_file']}: the study must load without an error. The process that "
-            f"loads it ended with exit status {status} and without a message. It ran out of memory "
-            "or crashed.",
+            f"loads it ended with exit status {status} and without a message, so it ran out of "
+            "memory or crashed.",
             code="config.preflight",
         )
     print(log, end="", file=sys.stderr)  # The log can contain notices of transformers or others.
@@ -281,7 +298,7 @@ def _preflight_in_a_process(request: Mapping[str, Any], builder: str) -> dict[st
 
 
 def _check_sizes(specs: Specs, facts: Mapping[str, Any]) -> None:
-    """Raise an error if a config needs more samples than the study has, or too much memory."""
+    """Raise an error if a job would need more samples, features or memory than there are."""
     config, memory_mb = specs.config, specs.config["compute"]["memory_mb"]
     proj_dim = None
     if specs.is_projected:
@@ -291,10 +308,10 @@ def _check_sizes(specs: Specs, facts: Mapping[str, Any]) -> None:
     n_samples = facts["n_samples"]
     for split, n_shards in specs.shards.items():
         if n_shards > n_samples[split]:
-            subject = "the training data" if split == TRAIN else f"experiment {split}"
+            kind = "training samples" if split == TRAIN else f"targets of experiment {split}"
             raise InputError(
                 f"The number of shards must be at most the number of samples. Found {n_shards} "
-                f"shards for {n_samples[split]} samples of {subject}.",
+                f"shards for {n_samples[split]} {kind}.",
                 code="compute.shards",
             )
     n_train = n_samples[TRAIN]
@@ -304,7 +321,7 @@ def _check_sizes(specs: Specs, facts: Mapping[str, Any]) -> None:
     if not specs.evaluation:
         return
     check_sizes(specs.evaluation, n_train)
-    # The number of subsets is not known here if the models were retrained elsewhere.
+    # If the models were retrained elsewhere, the number of subsets is not known here.
     for experiment in specs.measured if "subsets" in specs.evaluation else []:
         evaluation_need(
             proj_dim=(proj_dim or 0) if specs.measures_features else 0,

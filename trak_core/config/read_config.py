@@ -29,12 +29,13 @@ def read_table(
 ) -> list[tuple[str, ...]]:
     """Return the rows of a tab-separated table that has a header.
 
-    A row contains the cells of ``columns`` and then of ``optional``, without surrounding spaces.
-    Each row must have a value in all ``columns``. The ``optional`` columns may be missing or empty.
+    Each row contains the cells of ``columns``, then those of ``optional``, without surrounding
+    spaces. No cell of ``columns`` may be empty. The ``optional`` columns may be empty or missing.
     """
     if not path.is_file():
         raise InputError(
-            f"{path}: the table must exist. Found no such file.", code="config.missing_table"
+            f"{path}: the table must exist. Found no file with this path.",
+            code="config.missing_table",
         )
     try:
         # Spreadsheets write a byte order mark, which utf-8-sig skips.
@@ -82,8 +83,9 @@ def read_table(
 def target_ids(targets: list[int | str] | str) -> list[int | str] | None:
     """Return the ids of an experiment's targets, or None if ``targets`` is ``all``.
 
-    ``targets`` is a list of ids, or the path of a table with the column ``id``. Ids from a table
-    are texts, unless all of them are decimal integers without leading zeros.
+    ``targets`` is a list of ids, or the path of a table with the column ``id``. The ids in a table
+    are read as integers if all of them are decimal integers without leading zeros, and otherwise
+    as texts.
     """
     if targets == ALL_TARGETS:
         return None
@@ -95,7 +97,7 @@ def target_ids(targets: list[int | str] | str) -> list[int | str] | None:
 
 
 def read_config(path: Path, schema: Path) -> dict[str, Any]:
-    """Return a file's config with the schema's defaults and the last run's ``--config`` values."""
+    """Read a config file, with the ``--config`` values of its last run, and return all settings."""
     check_unique_keys(path)
     config = yaml.safe_load(path.read_text(encoding="utf-8"))
     if not isinstance(config, Mapping):
@@ -109,9 +111,10 @@ def read_config(path: Path, schema: Path) -> dict[str, Any]:
 def completed(
     config: Mapping[str, Any], schema: Path, *, entries: Sequence[str] = (), writes: bool = True
 ) -> dict[str, Any]:
-    """Return a valid config with all defaults, in which ``study`` is the path of a Python file.
+    """Return the checked config with all defaults. ``study`` is then the path of a Python file.
 
-    See ``with_values_read`` for ``entries``, and ``with_ready_study`` for ``writes``.
+    ``entries`` are the ``key=value`` words of ``--config``. If ``study_arguments`` require a
+    generated Python file, it is written unless ``writes`` is false.
     """
     config = with_ready_study(with_values_read(config, entries), writes=writes)
     keys = yaml.safe_load(schema.read_text("utf-8"))
@@ -122,7 +125,7 @@ def completed(
 
 
 def given_by_command(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the last run's ``--config`` values, or {} if its only config file was not ``path``."""
+    """Return the ``--config`` values of the last run, or {} if it used other config files."""
     results = config.get("results", "results")
     known = read_record(Path(results) / CONFIG_RECORD) if isinstance(results, str) else {}
     files = [Path(results, known["folder"], file) for file in known.get("config_files", ())]
@@ -139,10 +142,10 @@ def record_config(
     *,
     replaces: bool = True,
 ) -> None:
-    """Record a run's config in its results folder, which can then be opened without a config file.
+    """Record a run's config in its results folder, so that commands need no config file later.
 
     ``command_config`` contains the values of ``--config`` as Snakemake parsed them, and ``entries``
-    the same values as ``key=value`` words. Unless ``replaces`` is true, an existing record is kept.
+    the same values as ``key=value`` words. If ``replaces`` is false, an existing record is kept.
     """
     known = {
         "config": dict(config),
@@ -161,23 +164,23 @@ def recorded_config(results: Path) -> tuple[dict[str, Any], Path]:
     known = read_record(results / CONFIG_RECORD)
     if not known:
         raise InputError(
-            f"{results}: a results folder must contain {CONFIG_RECORD}, which each run writes. The "
-            "file is missing or damaged. Run `trak run` with the config again.",
+            f"{results}: a results folder must contain {CONFIG_RECORD}, which each run writes. "
+            "Found no such file, or a damaged one. Run `trak run` with the config again.",
             code="config.no_record",
         )
     return known["config"], Path(os.path.normpath(results / known["folder"]))
 
 
 def module_folders(question: Path, study: Path) -> list[Path]:
-    """Return the folders to search for imports of the study or a file of targets, ``question``."""
+    """Return the folders to search for modules that the study or ``question`` imports."""
     return [question.parent, study.parent]
 
 
 def python_modules(study: Path, questions: Sequence[Path]) -> list[Path]:
-    """Return the Python files of a study and its experiments, and the local modules they import.
+    """Return the Python files of a study and of experiments, and the local modules they import.
 
-    ``questions`` are the Python files of experiments' targets. Raise an error if two different
-    files have the same name.
+    ``questions`` are the Python files in the config other than the study, such as an experiment's
+    ``data``. Raise an error if two different files have the same name.
     """
     named = study_modules(study)
     # The folder of a file of targets is searched first, even for modules that the study imports.
@@ -186,34 +189,37 @@ def python_modules(study: Path, questions: Sequence[Path]) -> list[Path]:
         other = named.setdefault(name, file)
         if other.resolve() != file.resolve():
             raise InputError(
-                "The Python files of a study and its experiments must have different names, as one "
-                f"process imports them all. Found {other} and {file}. Rename one of them.",
+                "The Python files of a study and its experiments must have different names, "
+                f"because one process imports them. Found {other} and {file}. Rename one of them.",
                 code="config.module_names",
             )
     return [*named.values()]
 
 
 def output_file(model_output: str | Mapping[str, str], study: Path) -> Path | None:
-    """Return the file that defines a model output, unless it is built in or in the study's file."""
+    """Return the Python file of a user-defined model output.
+
+    Return None if the model output is built in, or if it is defined in the file ``study``.
+    """
     place = function_location(output_name(model_output))
     if place is None or Path(place[0]).resolve() == study.resolve():
         return None
     if not Path(place[0]).is_file():
         raise InputError(
-            f"model_output: the function's Python file must exist. Found no file at {place[0]} "
-            f"(from {Path.cwd()}).",
+            "model_output: the Python file that contains the function must exist. Found no file at "
+            f"{place[0]} (relative to {Path.cwd()}).",
             code="config.missing_output",
         )
     return Path(place[0])
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """A YAML loader that raises an error for duplicate keys. PyYAML's loaders accept them."""
+    """A YAML loader that raises an error for duplicate keys, which PyYAML's own loaders accept."""
 
 
 def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-    # The keys are read first, because construct_mapping replaces a merge key, <<, by the keys of
-    # another mapping, which may repeat keys.
+    # The keys are read before construct_mapping replaces a merge key (<<) with the keys of another
+    # mapping, which may repeat keys of this one.
     pairs = [(loader.construct_object(key, deep=True), key) for key, _ in node.value]
     mapping = loader.construct_mapping(node, deep=True)  # Lists as keys raise an error.
     lines: dict[Any, int] = {}
@@ -221,8 +227,8 @@ def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
         line = key.start_mark.line + 1
         if name in lines:
             raise InputError(
-                f"{key.start_mark.name}: keys must be unique. Found {name!r} in lines "
-                f"{lines[name]} and {line}. The first value would be ignored without a warning.",
+                f"{key.start_mark.name}: each key of a mapping must be unique. Found {name!r} in "
+                f"lines {lines[name]} and {line}. YAML would ignore the first value. Remove one.",
                 code="config.key_twice",
             )
         lines[name] = line
@@ -230,7 +236,7 @@ def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
 
 
 def _number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
-    """Return a number. Raise an error if YAML 1.1 would read it in base 8 (0123) or 60 (1:30)."""
+    """Return a number, or raise an error if YAML 1.1 reads it in base 8 (0123) or 60 (1:30)."""
     is_integer = node.tag.endswith("int")
     value = loader.construct_yaml_int(node) if is_integer else loader.construct_yaml_float(node)
     if re.fullmatch(r"[-+]?0[0-7_]+|.*:.*", node.value):
@@ -247,7 +253,7 @@ _UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG,
 
 
 def check_unique_keys(path: Path) -> None:
-    """Raise an error if a file is not valid YAML, or if a mapping in it repeats a key."""
+    """Raise an error if a config file is not valid YAML, or if a mapping repeats a key."""
     try:
         loader = _UniqueKeyLoader(path.read_text(encoding="utf-8"))
         loader.name = str(path)
@@ -275,17 +281,17 @@ _TextKeyLoader.add_constructor(
 
 
 def merged(old: Any, new: Any) -> Any:
-    """Return ``new``. If both are mappings, merge them key by key, as Snakemake merges configs."""
+    """Return ``new``. If both values are mappings, merge them recursively, as Snakemake does."""
     if not isinstance(old, Mapping) or not isinstance(new, Mapping):
         return new
     return {**old, **{key: merged(old.get(key), value) for key, value in new.items()}}
 
 
 def with_values_read(config: Mapping[str, Any], entries: Sequence[str]) -> dict[str, Any]:
-    """Return a config in which the nested values of ``--config`` are parsed as YAML.
+    """Return ``config`` with the values inside mappings and lists of ``--config`` parsed as YAML.
 
-    ``entries`` are the ``key=value`` words after ``--config``. Snakemake parses ``top=3``, but
-    leaves the values inside ``projection={proj_dim: 256}`` as texts.
+    ``entries`` are the ``key=value`` words after ``--config``. Snakemake has already parsed
+    ``top=3`` as a number, but in ``projection={proj_dim: 256}`` it leaves the number as text.
     """
     read = dict(config)
     for key, _, text in (entry.partition("=") for entry in entries):
@@ -304,7 +310,11 @@ def with_values_read(config: Mapping[str, Any], entries: Sequence[str]) -> dict[
 
 
 def _check_plain(value: Any, where: str = "") -> None:
-    """Raise an error for dates, sets, bytes, and keys that are not text (except checkpoint ids)."""
+    """Raise an error for values that JSON lacks, such as dates, and for keys that are not text.
+
+    ``where`` is the key of ``value`` in the config, which error messages show. The ids of
+    checkpoints need not be text.
+    """
     if isinstance(value, list):
         for i, inner in enumerate(value):
             _check_plain(inner, f"{where}[{i}]")
@@ -312,21 +322,21 @@ def _check_plain(value: Any, where: str = "") -> None:
         for key, inner in value.items():
             if not isinstance(key, str) and where != "checkpoints":
                 raise InputError(
-                    f"{where or 'the config'}: every key must be text. Found {key!r}. Put it in "
-                    "quotes.",
+                    f"{where or 'the config'}: every key must be text. Found {key!r}. Put this key "
+                    "in quotes.",
                     code="config.text_name",
                 )
             _check_plain(inner, f"{where}.{key}".removeprefix("."))
     elif not isinstance(value, str | int | float | None):
         raise InputError(
             f"{where}: a value must be text, a number, a list or a mapping. Found {value!r}. "
-            "Put it in quotes.",
+            "If you mean text, put it in quotes.",
             code="config.plain_value",
         )
 
 
-# Stricter types than in JSON Schema, which accepts 16.0 as an integer, though NumPy does not, and
-# which accepts NaN regardless of a minimum and a maximum.
+# JSON Schema accepts 16.0 as an integer, which NumPy does not, and accepts NaN regardless of a
+# minimum and a maximum. The types of this validator are stricter.
 _Validator = jsonschema.validators.extend(  # pyright: ignore[reportAttributeAccessIssue]
     jsonschema.Draft202012Validator,
     type_checker=jsonschema.Draft202012Validator.TYPE_CHECKER.redefine_many({
@@ -348,7 +358,7 @@ def _explained(error: jsonschema.ValidationError) -> str:
         return f"{where}: unknown key {shown}.{meant} Known keys: {', '.join(known) or 'none'}."
     if error.validator == "required":
         return f"{where}: {error.message}."
-    # The other paragraphs of a description are only for the documentation.
+    # Only the first paragraph of a description is shown. The others are for the documentation.
     meaning = schema.get("description", "").partition("\n")[0]
     limit: Any = error.validator_value
     expected = {
@@ -372,7 +382,7 @@ _KINDS |= {"boolean": "true or false", "array": "a list", "object": "a mapping"}
 
 
 def _kind(types: str | Iterable[str]) -> str:
-    """Return words for a JSON type, such as "an integer". Several types are joined by "or"."""
+    """Return words for one or several JSON types, such as "an integer or a list"."""
     return " or ".join(_KINDS[name] for name in ([types] if isinstance(types, str) else types))
 
 
@@ -386,11 +396,15 @@ def _alternatives(schemas: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _leaves(error: jsonschema.ValidationError) -> Iterable[jsonschema.ValidationError]:
-    """Yield the error. For an ``anyOf``, yield the errors of alternatives that allow the type."""
+    """Yield the most specific errors that jsonschema has found for a validation error.
+
+    An error for an ``anyOf`` only says that no alternative matches. The errors of the alternatives
+    that allow the type of the value say why.
+    """
     context = error.context or ()
     other = {e.schema_path[0] for e in context if e.validator in ("type", "const") and not e.path}
     meant = [e for e in context if e.schema_path[0] not in other]
-    # The error of an enumeration lists the valid words, so it is preferred to other errors.
+    # If one alternative is an enumeration, its error is enough, because it lists the valid words.
     meant = [e for e in meant if e.validator == "enum" and not e.path] or meant
     if meant and not all(e.validator == "required" and not e.path for e in meant):
         for inner in meant:
@@ -400,7 +414,7 @@ def _leaves(error: jsonschema.ValidationError) -> Iterable[jsonschema.Validation
 
 
 def check_config(config: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
-    """Raise an error that lists all violations of the JSON Schema in a config."""
+    """Raise an error that lists every way in which a config violates the JSON Schema."""
     _check_plain(config)
     errors = [leaf for error in _Validator(schema).iter_errors(config) for leaf in _leaves(error)]
     lines = list(dict.fromkeys(_explained(error) for error in errors))
@@ -411,7 +425,7 @@ def check_config(config: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
 def _filling(
     validator: Any, properties: Mapping[str, Any], value: Any, schema: Any
 ) -> Iterator[jsonschema.ValidationError]:
-    """Set missing properties of ``value`` to their defaults, and yield errors of validation."""
+    """Set missing properties of ``value`` to the schema's defaults, then validate as usual."""
     if isinstance(value, dict):
         for key, about in properties.items():
             if "default" in about:
@@ -423,7 +437,7 @@ _Filler = jsonschema.validators.extend(_Validator, {"properties": _filling})  # 
 
 
 def with_defaults(config: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a valid config with the defaults that ``snakemake.utils.validate`` sets."""
+    """Return a copy of a valid config in which missing keys have the schema's defaults."""
     filled = deepcopy(dict(config))
     for _ in _Filler(schema).iter_errors(filled):
         pass

@@ -1,4 +1,4 @@
-"""Check whether a results folder belongs to another config or study, or is a copy of a folder."""
+"""Check whether a results folder is from another config or study, or a copy of another folder."""
 
 import json
 import os
@@ -16,10 +16,17 @@ from trak_core.runtime.files import hold_results, read_record
 
 
 def begin_run(config: Mapping[str, Any], results: Path, settings: Any) -> list[str]:
-    """Return warnings for the user, after locking and checking the results folder of a run.
+    """Lock and check the results folder of a run, and record the run's config in it.
 
-    The config is recorded in the folder. ``settings`` is Snakemake's object with the config files
-    and the values of ``--config``.
+    The folder must not contain results of another study, or files with a time in the future.
+
+    Args:
+        config: The run's config, with all defaults.
+        results: The results folder.
+        settings: Snakemake's object with the config files and the values of ``--config``.
+
+    Returns:
+        Warnings for the user.
     """
     hold_results(results)
     refuse_future(str(file) for kind in ("h5", "pt", "csv") for file in results.rglob(f"*.{kind}"))
@@ -38,8 +45,8 @@ def show_results(
 ) -> None:
     """Log which files exist at the end of a run, and what the report says about the results.
 
-    From the report, the statement about the fit and the titles of warnings are logged.
-    ``is_stored`` is whether results are in remote storage.
+    The log repeats the report's sentence on how well the models predict their training samples, and
+    the titles of its warnings. ``is_stored`` means that the results are in remote storage.
     """
     for kind, paths in files.items():
         if existing := sorted(file for file in paths if is_stored or Path(file).exists()):
@@ -59,8 +66,8 @@ def earlier_configs(
 ) -> list[str]:
     """Return the config files of the last run in a results folder if this run uses other files.
 
-    Return an empty list if this run uses one of these files, or if the folder is a copy. Raise an
-    error if the last run was for another study and its config files still exist.
+    If this run uses one of the same files, or if the folder is a copy, return []. Raise an error if
+    the last run was for another study and its config files still exist.
     """
     known = read_record(results / CONFIG_RECORD)
     earlier = known.get("config_files", [])
@@ -72,18 +79,18 @@ def earlier_configs(
     if there and study != other:
         raise InputError(
             "A results folder must contain the results of only one study. Found results of "
-            f"{', '.join(there)} with the study {Path(other[0]).stem} in {results}. Set `results` "
-            f"to a new folder in {min(here)}, or remove {results}.",
+            f"{', '.join(there)} with the study {Path(other[0]).stem} in {results}. Set "
+            f"`results` to a new folder in {min(here)}, or remove the folder {results}.",
             code="config.results_of_another",
         )
     return [] if _is_copy(known, results) else earlier
 
 
 def differences_of_copy(config: Mapping[str, Any], results: Path) -> list[str]:
-    """Return a warning if a copied results folder was computed with settings other than ``config``.
+    """Return a warning if the results in a copied folder are for settings other than ``config``.
 
-    Snakemake would not notice the difference. It has no record of the settings of copied files, and
-    treats the files as finished.
+    Snakemake would not notice the difference, because it has no record of the settings of copied
+    files and treats them as finished.
     """
     known = read_record(results / CONFIG_RECORD)
     if not known or not _is_copy(known, results):
@@ -101,14 +108,14 @@ def differences_of_copy(config: Mapping[str, Any], results: Path) -> list[str]:
 
 
 def _is_copy(known: Mapping[str, Any], results: Path) -> bool:
-    """Return whether the config record in a results folder was originally written elsewhere."""
+    """Return whether a folder of results is a copy, because ``known`` was recorded elsewhere."""
     made = Path(results, known["folder"], known.get("results", ""))
     return "results" in known and os.path.relpath(made) != os.path.relpath(results)
 
 
 def _study_of(config: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return the study's name and its arguments from a config that has all defaults."""
+    """Return the name of a config's study, and ``study_arguments``, to compare two configs."""
     # The path of a generated study file contains the results folder and a digest, which can differ
-    # for the same study. Only the name is kept.
+    # for the same study. Only the name of the study is kept.
     study = re.sub(r"(?:.*/)?(\w+)_study_[0-9a-f]{8}\.py$", r"\1", str(config.get("study")))
     return study, config.get("study_arguments")

@@ -1,4 +1,8 @@
-"""Fill in scoring settings whose defaults depend on others, and build the settings of scores."""
+"""Fill in scoring settings whose defaults depend on other settings.
+
+The functions ``features_spec`` and ``scores_spec`` then collect all settings on which features and
+scores depend.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,9 +11,12 @@ from trak_core.model_outputs.about_outputs import about_output, output_name
 from trak_core.settings import Combine, FeaturesSpec, ScoresSpec, Weighting, curvature_power
 
 
-def usual_combine(*, along: bool) -> Combine:
-    """Return the default ``combine``. ``along``: whether checkpoints differ in training time."""
-    return Combine.UNIT_AVERAGE if along else Combine.PRODUCT_OF_AVERAGES
+def usual_combine(*, several_times: bool) -> Combine:
+    """Return the default ``combine``.
+
+    ``several_times`` is true if the checkpoints were saved at several times during training.
+    """
+    return Combine.UNIT_AVERAGE if several_times else Combine.PRODUCT_OF_AVERAGES
 
 
 def usual_weighting(combine: str, model_output: str | Mapping[str, str]) -> Weighting:
@@ -25,18 +32,23 @@ def usual_power(combine: str, model_output: str | Mapping[str, str]) -> float:
     return 0.75 if combine == Combine.UNIT_AVERAGE else 0.5
 
 
-def fill_in_scoring(config: dict[str, Any], *, along: bool) -> str:
-    """Return a text that lists missing scoring settings with reasons, after adding their defaults.
+def fill_in_scoring(config: dict[str, Any], *, several_times: bool) -> str:
+    """Add the defaults of missing scoring settings to a config.
 
-    ``along`` is whether the checkpoints were saved at several times during training.
+    Args:
+        config: The config, which is changed.
+        several_times: Whether the checkpoints were saved at several times during training.
+
+    Returns:
+        A text that lists the added settings, and for each of them the reason for its default.
     """
     scoring, model_output = config["scoring"], config["model_output"]
     reasons = []
     scoring.setdefault("damping", 2)
     if "combine" not in scoring:
-        scoring["combine"] = str(usual_combine(along=along))
+        scoring["combine"] = str(usual_combine(several_times=several_times))
         reason = "each run has one checkpoint, and their times do not differ"
-        reason = "checkpoints are from different times of training" if along else reason
+        reason = "checkpoints are from different times of training" if several_times else reason
         reasons.append(f"combine is {scoring['combine']}, because {reason}")
     combine = scoring["combine"]
     usual = f"the default for {combine} and {output_name(model_output)}"
@@ -59,7 +71,7 @@ def fill_in_scoring(config: dict[str, Any], *, along: bool) -> str:
 def features_spec(
     config: Mapping[str, Any], study_digest: str, state_dicts: Mapping[str, str]
 ) -> FeaturesSpec:
-    """Return the settings that all features, or all Gramians, of a config have in common."""
+    """Return the settings of features, or of Gramians, that are the same for all checkpoints."""
     patterns, projection = config["parameters"], config["projection"]
     is_projected = not isinstance(projection, str)
     return FeaturesSpec(
@@ -78,7 +90,7 @@ def features_spec(
 def scores_spec(
     config: Mapping[str, Any], features: FeaturesSpec, runs: Mapping[str, Sequence[str]]
 ) -> ScoresSpec:
-    """Return the settings of self-influences. Specs of other scores add an experiment to them."""
+    """Return the settings of self-influences. An experiment's scores also depend on its targets."""
     scoring, about = config["scoring"], about_output(config["model_output"])
     power, weighting = scoring["loss_weight_power"], scoring["weighting"]
     is_probability = about.weight_is_probability

@@ -1,4 +1,4 @@
-"""Build the specs of all jobs from a config. A spec contains all settings that change results."""
+"""Derive from a config the spec of each job: all settings on which the job's result depends."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from trak_core.config.checkpoint_list import are_from_along_runs, checkpoint_table, runs_of
+from trak_core.config.checkpoint_list import checkpoint_table, have_several_times, runs_of
 from trak_core.config.cross_checks import check_relations, lists_of, removals_of
 from trak_core.config.read_config import (
     ALL_TARGETS,
@@ -33,12 +33,13 @@ from trak_core.settings import (
     settings_of,
 )
 
-# One retraining job trains on at most 10 random subsets, or removes samples for at most 5 targets.
+# The largest number of random subsets on which one retraining job trains models, and of targets
+# for which one such job removes training samples.
 _SUBSETS_A_JOB, _TARGETS_A_JOB = 10, 5
-# For removals: how many random choices of samples are compared for each size, how many models are
-# trained for each choice, and the seed of both.
+# For `evaluation.removals`: the number of random removals of each size, the number of models that
+# are trained without the removed samples, and the seed.
 _DRAWS, _REMOVAL_SEEDS, _SEED = 3, 3, 0
-# Keys of a config that do not change results.
+# The keys of a config on which no result depends.
 _NO_RESULTS = ("compute", "answers")
 # Functions of a study that return additional columns for the tables of samples.
 _COLUMNS = ("train_columns", "target_columns")
@@ -46,7 +47,7 @@ _COLUMNS = ("train_columns", "target_columns")
 
 @cache
 def _question_digest(path: Path, study: Path) -> str:
-    """Return a hash of a file of targets, computed once so that all jobs have the same hash."""
+    """Return a hash of an experiment's ``data``, cached so that all jobs get the same hash."""
     if not path.is_file():
         raise InputError(
             f"experiments: `data` must be an existing file. Found no file at {path}.",
@@ -66,23 +67,25 @@ class Specs:
         checkpoints: The checkpoints by id.
         runs: The ids of each run's checkpoints, sorted by time. Runs are sorted by name.
         training: The arguments of the study's ``train`` that all runs share.
-        reported: The config without ``compute`` and ``answers``, which do not change results.
+        reported: The config without ``compute`` and ``answers``, on which no result depends.
         output: The model output's properties and the words that describe it.
         output_words: The settings of a user-defined model output. None for a built-in one.
         is_projected: Whether scores are computed from projected gradients.
-        experiments: The target ids of each experiment, or None if all samples are targets.
+        experiments: The target ids of each experiment, or None if all its samples are targets.
         conditions: The ``where`` conditions of experiments, by experiment.
-        lists: The settings of the config's lists, by name, with the experiment of each list.
-        pool: The file of samples that ``lists.select`` ranks, or None for the training samples.
-        questions: The files of experiments' targets and of the pool, by experiment or ``POOL``.
+        lists: The settings of each list in the config's ``lists``, by name. See ``lists_of``.
+        pool: The file of samples that ``lists.select`` ranks, or None if it ranks training samples.
+        questions: The paths of experiments' ``data``, by experiment. The path of ``pool``, if there
+            is a pool, has the key ``POOL``.
         shards: The number of jobs that compute each split's features, by split.
         evaluation: The config's ``evaluation``, empty if there is none.
-        sweep: The values of scoring settings in a sweep, or None without a sweep.
-        removals: The settings of ``evaluation.removals``, by result file. See ``removals_of``.
+        sweep: The values of scoring settings to compare, or None if the config has no sweep.
+        removals: The settings of ``evaluation.removals``, by file of results. See ``removals_of``.
         measured: The experiments whose scores are compared with retrained models.
         measures_features: Whether the evaluation needs features in addition to scores.
         study_digest: A hash of the study's code and of all data files.
-        study_and_output_digest: A hash of the study and of the file of a user-defined model output.
+        study_and_output_digest: A hash of the study's code, of all data files, and of the code of a
+            user-defined model output.
         files: The study's source and data files, and the tables and files that the config names.
         all_features: The settings of features, or of Gramians, that do not depend on the checkpoint
             and the split.
@@ -94,16 +97,15 @@ class Specs:
     """
 
     def __init__(self, config: dict[str, Any], results: Path, *, writes: bool = True) -> None:
-        """Derive the specs of a config that is valid by the schema.
+        """Check relations between the keys of a config, and derive the settings of all jobs.
 
-        Relations between keys, which the schema cannot express, are checked first. Unless
-        ``writes`` is false, digests of data files are stored in the folder ``results``, so that
-        unchanged files are not read again.
+        The config must already satisfy the schema. Unless ``writes`` is false, the folder
+        ``results`` stores digests of data files, so that unchanged files are not read again.
         """
         self.config = config
         self.checkpoints = checkpoint_table(config["checkpoints"], config.get("training"))
         self.runs = runs_of(self.checkpoints)
-        self.defaults = fill_in_scoring(config, along=are_from_along_runs(self.checkpoints))
+        self.defaults = fill_in_scoring(config, several_times=have_several_times(self.checkpoints))
         check_relations(config)
         self.training = {k: v for k, v in config.get("training", {}).items() if k != "at"}
         self.reported = ordered({k: v for k, v in config.items() if k not in _NO_RESULTS})
@@ -120,16 +122,17 @@ class Specs:
         if {"subsets", "ground_truth"} & set(self.evaluation):
             own = [name for name in self.experiments if name not in self.questions]
             self.measured = list(self.evaluation.get("experiments", own))
-        along = len(self.runs) < len(self.checkpoints) and self.is_projected
-        needs_features = along or self.sweep is not None or self.measures("gradient_dot")
+        has_ends = len(self.runs) < len(self.checkpoints) and self.is_projected
+        needs_features = has_ends or self.sweep is not None or self.measures("gradient_dot")
         self.measures_features = bool(self.measured) and needs_features
         self._read_files(results, writes=writes)
         keys = {n: key for n, c in self.checkpoints.items() if (key := c.state_dict)}
         self.all_features = features_spec(config, self.study_and_output_digest, keys)
         self.self_influence = scores_spec(config, self.all_features, self.runs)
-        # Embeddings and outputs are not gradients, and one file contains them for all samples. The
-        # settings of gradients and splits are therefore replaced. Otherwise, a change in these
-        # settings would make Snakemake compute embeddings and outputs again.
+        # Embeddings and outputs do not depend on settings of gradients, and one file contains them
+        # for all samples. The settings of gradients and splits are therefore replaced by constants.
+        # Otherwise, Snakemake would compute embeddings and outputs again when such a setting
+        # changes.
         more: Any = {"dtype": "float32", "preconditioner": None, "label_draws": 0, "split": "all"}
         values = replace(self.all_features, projection={"kind": "embedding"}, **more)
         self.embeddings = replace(values, study_digest=self.study_digest)
@@ -166,17 +169,24 @@ class Specs:
         self.files = [*dict.fromkeys(files)]
 
     def training_arguments(self, run: str) -> dict[str, Any]:
-        """Return the arguments with which the study's ``train`` is called for one run."""
+        """Return the arguments that the study's ``train`` gets for one run."""
         return ordered(self.training | dict(self.checkpoints[self.runs[run][0]].arguments))
 
     def times(self, run: str) -> list[float] | None:
-        """Return the ascending times of a run's checkpoints, or None if it saves only the last."""
+        """Return the times at which a run saves checkpoints, in ascending order.
+
+        Return None if the run saves only one checkpoint, at its end.
+        """
         times = [self.checkpoints[name].at for name in self.runs[run]]
         return None if None in times else [at for at in times if at is not None]
 
     @property
     def trained_together(self) -> list[tuple[list[str], list[str]]]:
-        """Groups of runs that save checkpoints at the same times: pairs (suffixes of ids, runs)."""
+        """Groups of runs that save checkpoints at the same times.
+
+        Each group is a pair of lists: the suffixes that the times add to the ids of checkpoints,
+        such as "-10" for the time 10, and the runs.
+        """
         groups: dict[tuple[str, ...], list[str]] = {}
         for run, ids in self.runs.items():
             groups.setdefault(tuple(name.removeprefix(run) for name in ids), []).append(run)
@@ -184,12 +194,12 @@ class Specs:
 
     @property
     def has_columns(self) -> bool:
-        """Whether the study, or a Python file of targets, can add columns to tables."""
+        """Whether a Python file of the study or of targets can add columns to tables of samples."""
         files = [self.config["study"], *self.questions.values()]
         return any(mentions(Path(path), *_COLUMNS) for path in files if path.endswith(".py"))
 
     def targets_digest(self, split: str) -> str | None:
-        """Return a hash of a split's sample ids, in their order, and of the file with the samples.
+        """Return a hash of the settings that select a split's samples, and of their file.
 
         ``split`` is an experiment, the pool, or the training samples, for which the result is None.
         """
@@ -203,7 +213,7 @@ class Specs:
         return content_digest(ids and [str(i) for i in ids], *digests)
 
     def features(self, checkpoint: str, split: str) -> FeaturesSpec:
-        """Return the settings of the features, or of the Gramian, of one checkpoint and split."""
+        """Return the settings of the features or the Gramian of one checkpoint and split."""
         return self.all_features.under(checkpoint).of(split, self.targets_digest(split))
 
     def normal_matrix(self, checkpoint: str) -> NormalSpec:
@@ -216,18 +226,18 @@ class Specs:
         return replace(self.self_influence, experiment=experiment, targets_digest=digest)
 
     def list_scores(self, kind: str) -> ScoresSpec:
-        """Return the settings of the scores from which a list is computed, possibly for a pool."""
+        """Return the settings of the scores by which the samples of a list are chosen."""
         digest = self.targets_digest(POOL) if kind == "select" else None
         return replace(self.scores(self.lists[kind]["experiment"]), pool_digest=digest)
 
     def measures(self, baseline: str) -> bool:
-        """Return whether the evaluation compares the scores with this baseline."""
+        """Return whether the evaluation compares the scores with a baseline of this name."""
         by_lds = self.evaluation["baselines"] if self.measured else []
         return baseline in [*by_lds, *self.evaluation.get("removals", {}).get("baselines", [])]
 
     @property
     def settings(self) -> list[Setting]:
-        """All combinations of values in the sweep and the config, or [] without a sweep."""
+        """All combinations of the sweep's and the config's values, or [] if there is no sweep."""
         if self.sweep is None:
             return []
         scoring, proj_dim = self.config["scoring"], self.config["projection"]["proj_dim"]
@@ -243,12 +253,15 @@ class Specs:
         return replace(spec, fraction=subsets["fraction"])
 
     def subset_groups(self) -> list[tuple[int, int]]:
-        """Return the numbers of the first and the last random subset of each retraining job."""
+        """Return the numbers of the first and the last random subset for each retraining job."""
         starts = range(0, count := self.evaluation["subsets"]["count"], _SUBSETS_A_JOB)
         return [(start, min(start + _SUBSETS_A_JOB, count) - 1) for start in starts]
 
     def removals_spec(self, by: str) -> RetrainedSpec:
-        """Return the settings of models retrained without samples that the method ``by`` chose."""
+        """Return the settings of models that are retrained without the samples that ``by`` chose.
+
+        ``by`` is a method that chooses samples to remove, or the name of a list.
+        """
         if by in self.lists:
             return self._retrained("list", 1, _SEED)
         spec = self._retrained(f"without {by}", _REMOVAL_SEEDS, _SEED)
@@ -256,7 +269,7 @@ class Specs:
 
     @property
     def removal_jobs(self) -> dict[str, list[dict[str, Any]]]:
-        """The settings of each retraining job, by the method that chooses the samples to remove."""
+        """The argument ``naming`` of each retraining job, by the method that chooses samples."""
         jobs: dict[str, list[dict[str, Any]]] = {}
         for about in self.removals.values():
             if by := about.get("list"):

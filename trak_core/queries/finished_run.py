@@ -11,7 +11,7 @@ from trak_core.config.read_config import recorded_config
 from trak_core.config.specs_from_config import Specs
 from trak_core.errors import InputError
 
-# What error messages call the keys of a file's settings.
+# The words that error messages use for settings of a file.
 _NAMES = {
     "dtype": "features_dtype",
     "parameter_patterns": "parameters",
@@ -34,7 +34,10 @@ class FinishedRun:
 
     @classmethod
     def of_config(cls, config: dict[str, Any], results: Path, folder: Path) -> Self:
-        """Return the run of a config that has all defaults. Raise an error if files are missing."""
+        """Return the run of a config that has all defaults.
+
+        Raise an error if a file that is needed to score samples is missing.
+        """
         results, folder = results.resolve(), folder.resolve()
         with contextlib.chdir(folder):
             if not Path(config["study"]).is_file():
@@ -45,8 +48,8 @@ class FinishedRun:
             if gone and run.results not in gone[0].parents:
                 raise InputError(
                     f"The run's checkpoints must exist on a local disk. Found nothing at {gone[0]} "
-                    f"(relative to {folder}). Restore the file, or change its path in the "
-                    "config and run it again.",
+                    f"(relative to {folder}). Restore the file, or change its path in the config "
+                    "and run the config again.",
                     code="queries.no_checkpoint",
                 )
             missing = [path for paths in files for path in paths if not path.exists()]
@@ -73,7 +76,7 @@ class FinishedRun:
         return [self.checkpoint(name), *(self.results / path for path in made)]
 
     def check_scores(self) -> None:
-        """Raise an error if an experiment's scores were computed with other settings than now."""
+        """Raise an error if the run's scores are for settings other than those in the config."""
         for name in self.specs.experiments:
             path = self.results / "scores" / f"{name}.h5"
             if path.exists():
@@ -88,8 +91,8 @@ class FinishedRun:
         names = ", ".join(_NAMES.get(key, key) for key in keys)
         raise InputError(
             f"{self.results}: the run must have used the current config, study, data and "
-            f"checkpoints. {path.relative_to(self.results)} was computed with another {names}. Run "
-            "the config again first.",
+            f"checkpoints. Found that {path.relative_to(self.results)} was computed with another "
+            f"{names}. Run the config again first.",
             code="queries.changed",
         )
 

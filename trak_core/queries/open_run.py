@@ -55,7 +55,11 @@ class OpenRun(FittedAttributor):
         return sorted(path.stem for path in (self.folder / "scores").glob("*.h5"))
 
     def scores(self, experiment: str) -> Scores:
-        """Return an experiment's scores, with ``described_text`` if samples have texts."""
+        """Return an experiment's scores.
+
+        If the run stored texts that describe the samples, the tables of samples contain these texts
+        in the column ``described_text``.
+        """
         path = self.folder / "scores" / f"{experiment}.h5"
         if not path.is_file():
             raise InputError(
@@ -99,13 +103,14 @@ class OpenRun(FittedAttributor):
     def ask(self, asked: Any, k: int = 10, *, tokens: bool = False) -> Answer:
         """Return the training samples that pushed a sample's model output up and down most.
 
-        An experiment with this sample as a target has the same scores. No file is written.
+        The scores are the same as in an experiment with this sample as a target. No file is
+        written.
 
         Args:
             asked: A sample as the study returns it, such as a tuple. It can also be an input of the
                 study's ``encode``: a dict of fields, or the text of the field ``text``.
-            k: The largest number of training samples with a positive score in the answer, and with
-                a negative score.
+            k: The answer contains at most ``k`` training samples with a positive score, and ``k``
+                with a negative score.
             tokens: Whether the answer also contains the scores of these samples by token.
 
         Raises:
@@ -120,9 +125,9 @@ class OpenRun(FittedAttributor):
     def asked(self, given: Any, number: int = 0) -> Asked:
         """Return a sample to score, with its id and fields.
 
-        A text or a mapping of plain values is treated as a line of a data file, and is encoded by
-        the study. A mapping is a sample already if the training samples have the same keys and
-        types. ``number`` becomes the id of a sample without an id.
+        A text, or a mapping without arrays, is treated as a line of a data file, which the study
+        encodes. A mapping whose keys and types are those of the training samples needs no encoding.
+        ``number`` becomes the id of a sample without an id.
         """
         if isinstance(given, Asked):
             return given
@@ -186,9 +191,9 @@ class OpenRun(FittedAttributor):
     ) -> Iterator[tuple[Asked, Answer | InputError]]:
         """Yield pairs of a sample and its answer, or an error if the sample cannot be scored.
 
-        As many samples as fit in memory are scored together, so that checkpoints that do not stay
-        in memory are read only once. With ``tokens``, answers also contain scores by token. If
-        these cannot be computed, a notice is printed.
+        As many samples as fit in memory are scored together. If checkpoints do not stay in memory,
+        each is then read only once for these samples. With ``tokens``, answers also contain scores
+        by token. If scores by token cannot be computed, a notice is printed.
         """
         if tokens:
             self._check_projected("Scores by tokens")
@@ -220,8 +225,8 @@ class OpenRun(FittedAttributor):
             yield from self.answers(half, k, tokens=tokens)
 
     def _answers(self, group: Sequence[Asked], k: int, *, tokens: bool) -> list[Answer]:
-        # The ids of several samples can have different types, which a table cannot store, so they
-        # are replaced by positions. A single sample keeps its id, because error messages show it.
+        # The ids of several samples can have different types, which a table cannot store. Their
+        # positions are therefore used as ids. A single sample keeps its id for error messages.
         ids: Any = [group[0].id] if len(group) == 1 else [*range(len(group))]
         scores = self.score(Split([asked.sample for asked in group], ids), top=k)
         token_scores = self._tokens(group, scores, k) if tokens else None
@@ -250,7 +255,7 @@ class OpenRun(FittedAttributor):
         return answers
 
     def _tokens(self, group: Sequence[Asked], scores: Scores, k: int) -> pd.DataFrame | None:
-        """Return scores by token with the tokens' texts. If this fails, notify and return None."""
+        """Return scores by token with texts. If this fails, print a notice and return None."""
         asked_by_id = dict(zip(scores.targets.index, group, strict=True))
         try:
             table, _ = self.tokens(scores, k)
@@ -328,6 +333,6 @@ class OpenRun(FittedAttributor):
 
 
 def _kinds(sample: Any) -> dict[str, type]:
-    """Return the type of each value of a mapping, or an empty dict for any other sample."""
+    """Return the type of each value if a sample is a mapping, and otherwise an empty dict."""
     mapping = sample if isinstance(sample, Mapping) else {}
     return {name: type(value) for name, value in mapping.items()}

@@ -1,4 +1,4 @@
-"""Represent a sample to explain, and the answer with its strongest training samples."""
+"""Define a sample to explain, and the answer, which contains its strongest training samples."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -38,8 +38,8 @@ def as_of_class(asked: Asked, label: str, study: Study, model_output: str) -> As
     """
     if not about_output(model_output).labels_are_classes:
         raise InputError(
-            "A label can be replaced only if labels are classes. The model output "
-            f"{model_output} has other labels.",
+            "A label can be replaced only if labels are classes. Found the model output "
+            f"{model_output}, whose labels are not classes. Ask without another label.",
             code="queries.label",
         )
     names = study.class_names()
@@ -60,17 +60,17 @@ class Answer:
         target: The ``id``, ``label`` and ``prediction`` of the sample, the mean ``output`` of the
             model over the last checkpoints of the runs, and its standard deviation ``output_sd``.
         text: The study's description of the sample.
-        scores: The score of each training sample, by id, float32.
+        scores: The score of each training sample, in float32, with the training ids as index.
         influences: The strongest positive and negative scores, with the columns of the table
             ``top_influences`` in a scores file.
         train: A table of the training samples in ``influences``, by id, with their columns and
             their ``described_text``.
         model_output: The model output that was explained, as in the config.
-        class_names: The name of each class, by number. Empty if the study does not name classes.
-        tokens: The scores of ``influences`` by token, as ``Attributor.tokens`` returns them, with
-            the ``text`` of each token, or None. The scores of all tokens on one side, training
-            sample or target, add up to the score of the pair, except for the rounding of features
-            (with int8, 1 % of the largest score).
+        class_names: The names of the classes, in order. Empty if the study does not name classes.
+        tokens: None, or a table that splits the scores in ``influences`` by token, in the form that
+            ``Attributor.tokens`` returns, with the ``text`` of each token. The scores of a training
+            sample's tokens add up to the score of the pair, and so do those of the target's tokens,
+            except for rounding errors of features (with int8, 1 % of the largest score).
     """
 
     asked: Asked
@@ -94,7 +94,8 @@ class Answer:
         """Return a table with the ``text`` and ``score`` of each token of a training sample.
 
         If ``train_id`` is None, the table contains the tokens of the asked sample, with the sums of
-        their scores over the training samples in ``top``. If ``tokens`` is None, it is empty.
+        their scores over the training samples in ``top``. The table is empty if the answer has no
+        scores by token.
         """
         if self.tokens is None:
             return pd.DataFrame({"text": [], "score": []})
@@ -131,7 +132,7 @@ class Answer:
         return f"{about.name}: {self.target['output']:.4g}{sd}{text and '; ' + text}"
 
     def named(self, number: Any) -> Any:
-        """Return the name of a class by its number, or the number itself if it is not a class."""
+        """Return the name of the class ``number``, or ``number`` itself if it is not a class."""
         is_class = about_output(self.model_output).labels_are_classes
         return named(self.class_names, number) if is_class else number
 

@@ -1,4 +1,4 @@
-"""Convert answers about samples to an HTML page or to a table."""
+"""Show the answers of ``trak ask`` as an HTML page or as a table."""
 
 import contextlib
 import json
@@ -34,7 +34,7 @@ def asked_page(run: OpenRun, answers: Sequence[Answer], k: int) -> str:
 
 
 def _file(run: OpenRun, answers: Sequence[Answer]) -> File:
-    """Return answers in the same form as the scores of an experiment."""
+    """Return answers in the form in which the report reads an experiment's scores from a file."""
     spec, output_words = run.settings, run.run.specs.output_words
     fields = dict.fromkeys(name for answer in answers for name in answer.asked.fields)
     columns = {name: [answer.asked.fields.get(name) for answer in answers] for name in fields}

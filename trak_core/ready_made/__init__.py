@@ -1,1 +1,1 @@
-"""Ready-made studies. A config can name them, and a user's own study can call them."""
+"""Define studies for common kinds of models, which a config can name instead of a Python file."""

@@ -13,7 +13,7 @@ from trak_core.errors import InputError
 # TRL use the same names.
 ROW_ARGUMENTS = {"tools": list, "documents": list, "chat_template_kwargs": dict}
 # A chat template calls ``strftime_now`` to write today's date. transformers defines this function,
-# and callers cannot replace it, so the call is replaced in the text of the template.
+# and callers cannot replace it. The call is therefore replaced in the text of the template.
 _TODAY = re.compile(r"""strftime_now\s*\(\s*(['"])([^'"]*)\1\s*\)""")
 _NO_DATE = (
     "study_arguments: date must be given if the tokenizer's chat template writes today's date, "
@@ -60,7 +60,7 @@ def chat_texts(
         answer: The messages to explain. The last one has the role `assistant`.
         row: The row that contains the messages. Its fields ``tools``, ``documents`` and
             ``chat_template_kwargs`` are passed to the template.
-        date: A date such as 2024-07-26, which the template writes instead of today's date.
+        date: A date such as "2024-07-26", which the template writes instead of today's date.
         notify: A function that is called with a sentence if the template omits a message's text.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Define the study of an image classifier, with images in one folder per class or in a table."""
+"""Define the study of an image classifier. Images are in a folder for each class or in a table."""
 
 import re
 from collections import Counter
@@ -29,7 +29,7 @@ from trak_core.study.sample_columns import columns_from
 _SUFFIXES = frozenset({
     *(".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 })
-# Names of folders that contain splits of a data set. Such folders are not classes.
+# The names of folders for splits of a data set, which must not be mistaken for classes.
 _SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing", "eval"}
 
 
@@ -48,9 +48,9 @@ def image_folder(
             folder. A table has the columns ``path`` (relative to the table's folder), ``label`` and
             optionally ``id``.
         model: The name of a network, such as ``timm/resnet18`` or ``torchvision/resnet18``. For
-            ``resnet18``, timm is tried first. Another choice is ``file.py:function``, where the
-            function takes the number of classes and returns the module. Checkpoints replace the
-            module's weights.
+            ``resnet18``, timm is tried first. Instead of a name, ``file.py:function`` can be given,
+            where the function takes the number of classes and returns the module. Checkpoints
+            replace the module's weights.
         targets: A folder or a table of the images to explain. The default is ``images``.
         classes: Names of the classes in the order of the model's logits. The default is the sorted
             labels, or 0, 1, ... if the labels of a table are integers.
@@ -183,7 +183,7 @@ def _network(model: str, n_classes: int) -> nn.Module:
 
 
 def _class_names(rows: RowFile) -> list[str]:
-    """Return the names of all classes: "0", "1", ... if labels are integers, else the labels."""
+    """Return the names of all classes: "0", "1", ... if labels are integers, or else the labels."""
     labels = [row.get("label") for row in rows]
     for index, label in enumerate(labels):
         if label == "" or not isinstance(label, str | int | float):
@@ -225,8 +225,9 @@ def _notice_other_order(names: list[str]) -> None:
 def _rows(images: Path) -> RowFile:
     """Return a row with the path, label and id of each image in a folder or a table.
 
-    Files are images if they have an ending that torchvision's ``ImageFolder`` accepts. Unlike in
-    ``ImageFolder``, hidden files are skipped. A notice lists skipped images and visible files.
+    In a folder, files are images if torchvision's ``ImageFolder`` accepts their endings. Hidden
+    files are skipped, unlike in ``ImageFolder``. A notice lists the hidden images, and all visible
+    files that are not read.
     """
     if images.is_dir():
         inside = [path.relative_to(images) for path in sorted(images.glob("**/*"))]
@@ -252,7 +253,7 @@ def _rows(images: Path) -> RowFile:
         if not relative:
             raise InputError(
                 f"study_arguments: {images} must contain a folder of images for each class. Found "
-                f"no image in a subfolder. Images must end in {', '.join(sorted(_SUFFIXES))}.",
+                f"no file in a subfolder that ends in one of {', '.join(sorted(_SUFFIXES))}.",
                 code="studies.no_images",
             )
         classes = {path.parts[0] for path in relative}

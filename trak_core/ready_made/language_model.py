@@ -31,8 +31,8 @@ from trak_core.settings import ADAPTER_CONFIG
 from trak_core.study.sample_columns import columns_from
 from trak_core.study.weight_files import refuse_quantized
 
-# A field is treated as a misspelling of "prompt" if the similarity of the names in difflib is at
-# least this number. The names "promt" and "prompts" are above it, and "prompt_id" is below it.
+# A field is treated as a misspelling of "prompt" if difflib's ratio of the two names is at least
+# this number. The ratio is higher for "promt" and "prompts", and lower for "prompt_id".
 _NEAR = 0.83
 _TEXT, _COMPLETION, _PROMPT = "{text}", "{completion}", "{prompt}"  # The default templates.
 
@@ -49,7 +49,7 @@ def language_model(
     """Return the study of a language model that was trained on texts.
 
     Args:
-        texts: The training rows: a file or a folder that ``read_rows`` reads.
+        texts: The file with the training rows, or the folder of a saved ``datasets.Dataset``.
         weights: The folder of a model, of a LoRA adapter, or of a Trainer's checkpoints, with its
             config and tokenizer.
         targets: A file of rows to explain, which experiments select by id. It is not needed for
@@ -58,12 +58,12 @@ def language_model(
             fields are inserted. The default is the last message in the field ``messages`` if a row
             has it, else the field ``text``, or ``completion`` if no row has a ``text``.
         prompt: A template of the prompt, which precedes the text and is not part of the model
-            output. The default is the field ``prompt`` of rows that have one. If prompt and text
-            are lists of messages, as in TRL, the tokenizer's chat template joins them.
+            output. The default is the field ``prompt``, if a row has one. If the prompt and the
+            text are lists of messages, as in TRL, the tokenizer's chat template joins them.
         max_tokens: The number of tokens to which texts are cut. The default is the length to which
-            the tokenizer cut texts when it was saved, or else its `model_max_length`, if the
-            model's context is not exceeded. Otherwise texts are not cut, and longer texts
-            than the context raise an error.
+            the tokenizer cut texts when it was saved, or else its ``model_max_length``. If this
+            exceeds the model's context, texts are not cut, and texts that are longer than the
+            context raise an error.
         date: A date such as ``"2024-07-26"``, which a chat template writes instead of today's date.
 
     Raises:
@@ -115,8 +115,8 @@ def language_model(
                     "The field `messages` must be a list of objects with `role` and `content`. A "
                     f"row with `messages` must have no field `text`. Found {shortened(row)}. "
                     "Remove the row if its conversation is empty. If another field contains the "
-                    "text to explain, name it by `text` in study_arguments, such as text: "
-                    "'{answer}'.",
+                    "text to explain, set `text` in study_arguments to a template with this field, "
+                    "such as text: '{answer}'.",
                     code="studies.messages",
                 )
             _refuse_unread(row, {"completion", "prompt"} | used_by(prompt), messages)
@@ -285,7 +285,8 @@ def language_model(
         if targets is None:
             raise InputError(
                 "study_arguments: targets must be a file of rows if an experiment selects targets "
-                "by id. Found no targets. Set them, or set `data: asked.jsonl` in the experiment.",
+                "by id. Found no targets. Set targets, or set `data: asked.jsonl` in the "
+                "experiment.",
                 code="studies.no_targets",
             )
         return read_rows(targets)
@@ -377,15 +378,15 @@ def _base(folder: Path) -> str | None:
         if path.is_dir():
             return str(path)
     cached = None
-    with suppress(ValueError):  # Raised for a path, which is no valid name on the hub.
+    with suppress(ValueError):  # Raised for a path, because it isn't a valid name on the hub.
         cached = try_to_load_from_cache(base, "config.json", revision=settings.get("revision"))
     if isinstance(cached, str):
         return str(Path(cached).parent)
     raise InputError(
         f"{folder / ADAPTER_CONFIG}: base_model_name_or_path must be a folder (relative to the "
         f"adapter's folder or to {Path.cwd()}) or a model in the cache of the Hugging Face Hub. "
-        f"Found {base}. Copy the base model to that folder. Or load the model and the tokenizer "
-        "once by `from_pretrained` of `AutoModelForCausalLM` and `AutoTokenizer`.",
+        f"Found {base}. Copy the base model to this path, or load the model and the tokenizer once "
+        "with `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained`.",
         code="studies.adapter_base",
     )
 
@@ -406,9 +407,10 @@ def _tokenizer_source(folder: Path) -> str:
 
 
 def _model(folder: Path) -> nn.Module:
-    """Return the model with random weights.
+    """Return the model that ``folder`` describes. A checkpoint replaces its weights later.
 
-    If ``folder`` contains an adapter, return its base model, loaded and with the adapter's layers.
+    If ``folder`` contains an adapter, the model is the base model with its weights, to which the
+    adapter's layers are added.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""The class of ready-made studies, and functions that read their rows and arguments."""
+"""Define the class of ready-made studies, and functions that these studies have in common."""
 
 import importlib.util
 import re
@@ -22,11 +22,13 @@ from trak_core.study.study import Study
 class ReadyStudy:
     """A study that consists of the functions in its fields.
 
-    The module ``trak_core.study.study`` documents the functions. In addition,
-    ``to_change_samples`` is a message that says which arguments change the samples.
-    ``classes_found`` is a message that lists the classes, if the number of the model's outputs was
-    determined from the data. ``fields_read`` contains the fields of rows from which samples are
-    made. Other fields become columns.
+    The module ``trak_core.study.study`` documents the functions.
+
+    Attributes:
+        to_change_samples: A message for errors, which says how to change the samples.
+        fields_read: The fields of rows from which samples are made. Other fields become columns.
+        classes_found: A message for errors, which lists the classes if they were determined from
+            the data.
     """
 
     to_change_samples: str
@@ -74,9 +76,9 @@ def encoder(
     """Return a study's function ``encode``, which converts the fields of a line to a sample.
 
     The line must have the fields ``names``. If there is only one name, the line may have a field
-    ``text`` in its place, because ``trak ask`` puts plain text there. The function ``sample``
-    converts the line. Error messages show values of ``row`` as an example. If the line lacks
-    ``class_field``, the message also says what to write for an unknown class.
+    ``text`` in its place, because ``trak ask`` puts plain text there. The function ``sample`` then
+    makes a sample from the fields. Error messages show values of ``row`` as an example. If the line
+    lacks ``class_field``, the message also says what to write for an unknown class.
     """
     example = {name: row.get(name, "...") for name in names}
     only = next(iter(example)) if len(example) == 1 else "text"
@@ -98,9 +100,9 @@ def encoder(
 
 
 def config_folder(weights: Path, *names: str) -> Path:
-    """Return ``weights`` if it contains a file with one of ``names``, else a Trainer's checkpoint.
+    """Return the folder with a model's config: ``weights``, or a Trainer's checkpoint in it.
 
-    This is the last folder ``checkpoint-<step>`` in ``weights`` that contains such a file.
+    The folder contains a file with one of ``names``. If several checkpoints do, it is the last one.
     """
     saved = sorted(weights.glob("checkpoint-*"), key=lambda path: (len(path.name), path.name))
     for folder in (weights, *reversed(saved)):
@@ -116,9 +118,10 @@ def config_folder(weights: Path, *names: str) -> Path:
 def saved_length(tokenizer: Any, most: int | None) -> int | None:
     """Return the number of tokens to which a fast tokenizer cut texts when it was saved.
 
-    A tokenizer that cuts texts in training keeps this number, and writes it to tokenizer.json. If
-    there is no such number, it is ``model_max_length``, to which tokenizers cut by default. Return
-    None if the number exceeds ``most``, or if it is ``model_max_length`` and equals ``most``.
+    A tokenizer that cuts texts in training writes this number to tokenizer.json. If the file has no
+    such number, the tokenizer is assumed to have cut texts to ``model_max_length``, as it does by
+    default. Return None if the number exceeds ``most``, the length that the model accepts, or if
+    ``model_max_length`` only repeats ``most``.
     """
     most = 10**9 if most is None else most  # An unknown ``model_max_length`` is 10**30.
     truncation = getattr(getattr(tokenizer, "backend_tokenizer", None), "truncation", None)
@@ -126,7 +129,7 @@ def saved_length(tokenizer: Any, most: int | None) -> int | None:
     if length > most or (not truncation and length == most):
         return None
     notice(
-        f"texts are cut to {length} tokens, as by the tokenizer when it was saved. If "
+        f"texts are cut to {length} tokens, the length to which the saved tokenizer cuts texts. If "
         "training cut texts to another length, set max_tokens in study_arguments."
     )
     return length
@@ -206,7 +209,7 @@ def field(row: Mapping[str, Any], name: str, advice: str = "") -> Any:
 
 
 def class_numbers(classes: Sequence[Any]) -> dict[str, int]:
-    """Return a dict from each label, as a text, to its position in ``classes``.
+    """Return the position of each label in ``classes``, by the text of the label.
 
     Labels are converted to texts, because YAML parses labels such as ``1`` as numbers.
     """
@@ -222,7 +225,7 @@ def class_numbers(classes: Sequence[Any]) -> dict[str, int]:
 
 
 class _Template(Formatter):
-    """A string formatter that raises a TypeError if a value is neither a text nor a number."""
+    """A string formatter that raises a TypeError if a field is neither a text nor a number."""
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
         value, first = super().get_field(field_name, args, kwargs)

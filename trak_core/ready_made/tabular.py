@@ -21,7 +21,8 @@ from trak_core.ready_made.ready_study import (
 )
 from trak_core.study.sample_columns import columns_from
 
-# Numbers such as 12.345, in which the point may separate thousands, and numbers such as 345.
+# `_POINTED` matches a number such as 12.345, whose point may separate thousands. `_PLAIN` matches a
+# number below 1000, which has no such point.
 _POINTED, _PLAIN = re.compile(r"[+-]?[1-9][0-9]{0,2}\.[0-9]{3}"), re.compile(r"[+-]?[0-9]{1,3}")
 
 
@@ -37,7 +38,7 @@ def tabular(
     """Return the study of a model that was trained on the rows of a table.
 
     Args:
-        table: The training rows: a file or a folder that ``read_rows`` reads.
+        table: The file with the training rows, or the folder of a saved ``datasets.Dataset``.
         label: The column to predict.
         model: ``file.py:function``, where the function takes no arguments and returns the module.
             Checkpoints replace the module's weights.
@@ -108,8 +109,8 @@ def tabular(
     if scale:
         inputs = torch.stack([values for values, _ in RowSamples(rows, measured)])
         deviations, means = torch.std_mean(inputs, dim=0, correction=0)
-        # The mean is rounded, so the deviation of equal numbers can be slightly above 0. Inputs
-        # must not be divided by it.
+        # The deviation of a column of equal numbers can be slightly above 0, because their mean is
+        # rounded. Inputs must not be divided by such a deviation.
         is_constant = deviations <= len(rows) * torch.finfo(torch.float64).eps * means.abs()
         deviations.masked_fill_(is_constant, 1.0)
 
@@ -128,7 +129,7 @@ def tabular(
                 outside.add(name)
                 notice(
                     f"{name} {row[name]} is outside of the range of the training rows, {low:g} to "
-                    f"{high:g}. Further values of this column are not checked."
+                    f"{high:g}. Further such values in this column are not reported."
                 )
         return made
 
@@ -139,7 +140,7 @@ def tabular(
     def describe(sample: tuple[Tensor, Tensor]) -> str:
         if not isinstance(sample, RowSample):
             return as_read(sample)
-        # Rows without a field id have the ids 0, 1, ... Their lines are easier to find in the file.
+        # Rows without a field id have the ids 0, 1, ... Such a row is easier to find by its line.
         place = "" if "id" in sample.row or not sample.place else f"{sample.place}: "
         return place + ", ".join(f"{name} {sample.row[name]}" for name in names)
 

@@ -51,21 +51,24 @@ def text_classification(
     """Return the study of a classifier that was trained on labelled texts.
 
     Args:
-        texts: The training rows: a file or a folder that ``read_rows`` reads.
-        weights: A folder with the model's ``config.json`` and tokenizer, or a Trainer's folder.
-        targets: Rows to explain, which experiments select by id. The default is ``texts``.
+        texts: The file with the training rows, or the folder of a saved ``datasets.Dataset``.
+        weights: A folder with the model's ``config.json`` and tokenizer, or the folder to which a
+            Trainer wrote its checkpoints.
+        targets: The file with the rows to explain, which experiments select by id. The default is
+            ``texts``.
         text: A template of the text, into which a row's fields are inserted.
         text_pair: A template of the second text, if the model classifies pairs of texts, such as
             ``"{hypothesis}"``. The default is the field ``text_pair`` if rows have it. "" means
             that texts are not pairs.
         label: The field with the label: the number of a class, or its name in the model's config.
         max_tokens: The number of tokens to which texts are cut or padded. The default is the length
-            to which the tokenizer cut texts when it was saved, if it is at most 128 and the model's
-            context. Otherwise texts are padded to 128 tokens, or to the context if that is less,
-            and longer texts raise an error.
+            to which the tokenizer cut texts when it was saved, if this is at most 128 and at most
+            the model's context. Otherwise, texts are padded to 128 tokens, or to the context if it
+            is shorter, and longer texts raise an error.
         classes: The labels of the rows in the order of the model's logits. Required if labels are
             neither numbers nor names of classes, or if they could be both. For example, if the
-            classes have the names "1" to "3", ``[0, 1, 2]`` means that labels are numbers.
+            model's config names the classes "1" to "3", ``[0, 1, 2]`` means that labels are the
+            numbers of the classes.
 
     Raises:
         InputError: If the model does not predict one class of each text. Also if ``classes`` is not
@@ -90,7 +93,7 @@ def text_classification(
             f"{config.num_labels} and problem_type {config.problem_type}. Write your own study.",
             code="studies.problem_type",
         )
-    # Names of classes belong to the model's logits only if they are numbered 0, 1, 2, ...
+    # The config's names of classes can be used only if they are numbered like the logits, from 0.
     numbered = config.id2label.keys() == set(range(len(config.id2label)))
     given = [str(config.id2label[i]) for i in range(len(config.id2label))] if numbered else []
     # Names such as LABEL_0 are defaults of transformers, which say nothing about the classes.

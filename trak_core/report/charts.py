@@ -43,7 +43,8 @@ _REMOVED = {
     "random": _GREY,
 }
 _COLORS = (_BLUE, _ORANGE, _GREEN, "#7b3294", "#a6611a", _GREY)
-# For each swept setting: its column in the table `sweep`, and the titles of its chart and x-axis.
+# For each setting that a sweep can vary: its column in the table `sweep`, and the title and the
+# label of the x-axis of its chart.
 _SWEPT = (
     ("damping", "Damping", "damping, in mean squared feature norms"),
     ("proj_dim", "Dimensions of the projection", "k, numbers per gradient"),
@@ -118,9 +119,9 @@ def _line_chart(
 ) -> Chart:
     """Return a chart of lines.
 
-    ``ceiling`` is None, or a row with the noise ceiling ``lds`` and its interval from ``low`` to
-    ``high``, which is drawn in grey. By default, ticks are at the points of the first line, if it
-    has at most six points.
+    If ``ceiling`` is given, the noise ceiling ``lds`` in this row and its interval from ``low`` to
+    ``high`` are drawn in grey. By default, the x-axis has ticks at the points of the first line if
+    there are at most six.
     """
     if x_ticks is None and len(lines[0].x) <= 6:
         x_ticks = lines[0].x
@@ -167,7 +168,7 @@ def _with_interval(label: str, rows: pd.DataFrame, x: str, y: str, color: str) -
 
 
 def lds_charts(evaluation: File) -> list[Chart]:
-    """Return charts of the LDS by the number of checkpoints and by each swept setting."""
+    """Return charts of the LDS against the number of checkpoints and each setting in the sweep."""
     ceiling = evaluation.row("summary", kind="ceiling")
     curve = evaluation.tables["checkpoints"]
     counts = curve["n_checkpoints"].tolist()
@@ -191,9 +192,9 @@ def lds_charts(evaluation: File) -> list[Chart]:
 
 
 def _sweep_chart(evaluation: File, name: str, title: str, label: str, ceiling: Any) -> Chart:
-    """Return a chart of the LDS against the swept setting ``name``.
+    """Return a chart of the LDS against the setting ``name``, which the sweep varied.
 
-    The other numeric settings have the values in the config. The chart has a line for each value
+    The other numeric settings have their values in the config. The chart has a line for each value
     of the setting ``combine``.
     """
     config = evaluation.row("best", setting="config")
@@ -210,11 +211,11 @@ def _sweep_chart(evaluation: File, name: str, title: str, label: str, ceiling: A
 def removal_charts(removals: File, labels: Mapping[str, str]) -> list[Chart]:
     """Return charts that show how models change if they are retrained on fewer samples.
 
-    Models are retrained either without chosen samples, or only on them. There is a chart for each
-    quantity measured on these models, such as accuracy. It shows the quantity against the number
-    of samples, with a line for the chosen samples and a line for equally many random samples.
-    ``labels`` contains the words in the legend for each kind of subset, and under the key
-    ``treated`` either "removed" or "trained on". If no samples were chosen, there are no charts.
+    Models are retrained either without chosen samples, or only on these. There is a chart for each
+    quantity that was measured on the models, such as accuracy. It shows the quantity against the
+    number of samples, with a line for the chosen samples and a line for equally many random ones.
+    ``labels`` contains words for the legend: for each kind of subset, and under the key ``treated``
+    either "removed" or "trained on". If no samples were chosen, there are no charts.
     """
     summary, charts = removals.tables["summary"], []
     measures = [m for m in ("change", "accuracy", "target_loss") if m in set(summary["measure"])]
@@ -263,6 +264,6 @@ def group_charts(groups: File) -> list[Chart]:
 
 
 def _shortened(name: str) -> str:
-    """Return the name of a group with at most _NAME characters, or half as many wide ones."""
+    """Return a group's name with at most _NAME characters, or half as many if some are wide."""
     is_wide = any(unicodedata.east_asian_width(character) in "WF" for character in name)
     return textwrap.shorten(name, _NAME // 2 if is_wide else _NAME, placeholder=" ...")

@@ -1,4 +1,4 @@
-"""Prepare the samples that the report shows, as pictures or texts, or as printed values."""
+"""Choose the samples that the report shows, and convert them to pictures or texts."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -33,8 +33,8 @@ from trak_core.study.study import Study
 # many with a negative score. It shows the first _FIRST targets until the user clicks the button to
 # show all.
 EACH_ON_PAGE, _FIRST = 10, 20
-# The largest size in bytes of a page, of its ids, scores and columns, and of its markup, style and
-# script.
+# The largest sizes in bytes: of a whole page, of the ids, scores and columns in it, and of its
+# markup, style and script.
 _PAGE, _ROWS, _MARKUP = 5_000_000, 2_500_000, 100_000
 # The largest number of characters of a sample's text. If the page would be too large, texts are
 # shortened to SHORTENED characters.
@@ -311,7 +311,7 @@ def explore(
 def _without_repeated(experiment: File, show: Show) -> File:
     """Return the experiment without columns of targets that repeat parts of the targets' texts.
 
-    The fields of a row are columns. If the study's ``encode`` also puts a field into the text of
+    All fields of a row become columns. If the study's ``encode`` also puts a field into the text of
     the sample, the page would show the field twice.
     """
     table = experiment.tables["targets"]
@@ -390,7 +390,7 @@ def _mark_equal(
 
 def _size(sample: Picture | str) -> int:
     text = sample if isinstance(sample, str) else sample.text
-    # The JSON text is measured, because it encodes some characters as two or six bytes. The 20
+    # The size is that of the JSON text, in which some characters take two or six bytes. The 20
     # bytes are for quotes and commas.
     picture = len(sample.src) if isinstance(sample, Picture) else 0
     return len(_json(text).encode()) + picture + 20

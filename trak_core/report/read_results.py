@@ -1,4 +1,4 @@
-"""Read the artifacts of a study for the report."""
+"""Read the tables and numbers for the report from the files of results."""
 
 import json
 from collections import Counter
@@ -38,7 +38,7 @@ _N_SHARED = 30
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """The part of an artifact file that the report shows.
+    """The part of a file of results that the report shows.
 
     ``name`` is the path of the file in the results folder, ``spec`` contains the settings with
     which it was computed, and ``provenance`` contains the versions of the software that wrote it.
@@ -138,7 +138,8 @@ def read_experiment(
     tells how well the models predict them.
 
     Returns:
-        A file with these tables. The index of ``train`` and ``moved`` is the row in the study.
+        A ``File`` with these tables. The index of ``train`` and ``moved`` contains the positions of
+        the samples in the study's training data.
 
         - ``targets``: all targets.
         - ``shown``: the first ``n_shown`` targets.
@@ -153,7 +154,7 @@ def read_experiment(
         - ``saturated``: the fraction of training samples whose loss weight is near 0.
         - ``n_train``: the number of training samples.
         - ``n_trained_on`` and ``fit``: see the functions ``n_trained_on`` and ``with_fit``.
-        - ``influential``: the ids of the training samples with a strong influence on any target.
+        - ``influential``: the ids of the training samples in ``top_influences`` of any target.
         - ``most_harmful``: the ids of up to 100 samples that harm targets most.
         - ``n_harmful``: the number of samples that harm more than they help.
     """
@@ -196,7 +197,7 @@ def read_experiment(
 
 
 def with_fit(experiment: File, columns: pd.DataFrame, train: Split) -> File:
-    """Return an experiment's scores with ``fit``: how well the models predict ``train``."""
+    """Return an experiment's scores with ``fit``, which tells how well models predict ``train``."""
     fit = fit_of(columns, output_of(experiment), train)
     return replace(experiment, attributes={**experiment.attributes, "fit": fit})
 
@@ -251,13 +252,13 @@ def side_by_side(experiments: Sequence[File]) -> list[dict[str, Any]]:
 
     A sample stands out in an experiment if it is among the strongest samples of a shown target or
     among the 100 most harmful samples. The score of a sample in an experiment is its help minus its
-    harm. To compute the strength of a sample, |score| is divided by the largest |score| in the
-    experiment, and summed over experiments.
+    harm. The strength of a sample is the sum of its |score| over experiments, where each |score| is
+    divided by the largest in the experiment.
 
     Returns:
-        For each sample a mapping with the keys ``id``, ``label`` and ``moved``. ``moved`` is a list
-        with ``experiment``, ``harm``, ``help``, ``score`` and ``stands_out`` for each experiment.
-        The list is empty if harm and help are unknown.
+        A mapping for each sample, with the keys ``id``, ``label`` and ``moved``, a list with
+        ``experiment``, ``harm``, ``help``, ``score`` and ``stands_out`` for each experiment. If
+        harm and help are unknown, there are no mappings.
     """
     moved = [file.tables["moved"] for file in experiments]
     if len(experiments) < 2 or "harm" not in moved[0]:
@@ -297,7 +298,7 @@ def read_matrix(path: Path, results: Path) -> File:
 
 
 def condition_number(matrix: File, damping: float) -> float:
-    """Return the condition number of a normal matrix with ``damping``, as in the config."""
+    """Return the condition number of a normal matrix to which the config's damping is added."""
     ends = matrix.attributes
     added = damping * ends["mean_squared_norm"]
     largest, smallest = ends["largest"] + added, ends["smallest"] + added
@@ -317,10 +318,10 @@ _SHOWN = {
 
 
 def read_measured(path: Path, results: Path, kind: ArtifactKind) -> File:
-    """Return the tables and numbers of an evaluation, of removals or of groups.
+    """Return the tables and numbers that the report shows of a file of the given ``kind``.
 
-    ``kind`` is the kind of the file. Differences between groups are sorted by their absolute
-    values, with the largest first.
+    The kinds are evaluations, removals and groups. Differences between groups are sorted by their
+    absolute values, with the largest first.
     """
     keys, names = _SHOWN[kind]
     with open_artifact(path, kind) as file:

@@ -35,7 +35,8 @@ from trak_core.settings import EXACT, Combine
 # The limits beyond which warnings are shown. Features are float32, with a relative error of 6e-8. A
 # condition number of 1e6 can increase this error to 6 % of a score.
 LIMITS = {"checkpoints": 5, "loss_weight": NEAR_ZERO, "condition": 1e6, "targets": ENOUGH_TARGETS}
-# With fewer targets, the standard deviation of model outputs over targets is too uncertain.
+# With fewer targets, the standard deviation of model outputs between targets is too uncertain for a
+# warning that model outputs differ more between runs.
 _ENOUGH_TARGETS = 8
 # The largest number n of training samples for which a warning suggests exact scores. They need
 # three n x n matrices in float64, which take 0.6 GB for n = 5000.
@@ -87,8 +88,9 @@ def _lds(results: Results) -> Iterator[StudyWarning]:
             yield StudyWarning("predicts_nothing", shown)
         baselines = rows_with(evaluation.tables["summary"], kind="baseline")
         better = [row for row in baselines if row.lds > scores.lds]
-        # The baseline ends_of_runs uses some of the checkpoints of the scores, so the two can
-        # differ by chance. It counts as better only if the interval of the difference is below 0.
+        # The baseline ends_of_runs uses some of the checkpoints of the scores. Its LDS is therefore
+        # similar, and may be higher by chance. This baseline counts as better only if the interval
+        # of the difference is below 0.
         better = [row for row in better if row.method != "ends_of_runs" or row.behind_high < 0]
         if better:
             yield StudyWarning("simpler_rule", shown | {"better": better})
@@ -166,7 +168,7 @@ def _disagreement(scores: Sequence[File]) -> Iterator[StudyWarning]:
 
 _FOLDER = Path(__file__).parent
 _KINDS = ("ceiling", "scores", "baseline")
-# Lists and mappings in the config are shown only up to this number of entries.
+# The largest number of entries that are shown of a list or a mapping in the config.
 _LONG = 40
 
 
@@ -228,7 +230,7 @@ def _made(provenance: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def versions(files: Sequence[File]) -> list[tuple[str, str]]:
-    """Return (name, version) of all software and devices with which the files were computed."""
+    """Return the names and versions of all software and devices that computed the files."""
     versions: dict[str, set[str]] = {}
     for provenance in (made for file in files for made in _made(file.provenance)):
         for key, value in provenance.items():
@@ -278,6 +280,6 @@ def experiment_page(shown: PageContents, study: str, each: int = EACH_ON_PAGE) -
     """Return the HTML page of an experiment: its targets and their strongest training samples.
 
     For each target, at most ``each`` training samples with a positive score and ``each`` with a
-    negative score are shown. A page of ``trak ask`` has an experiment without a file name.
+    negative score are shown. The experiment has an empty file name if the page is for ``trak ask``.
     """
     return rendered("answer", shown=shown, study=study, each=each)

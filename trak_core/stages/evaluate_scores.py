@@ -78,7 +78,7 @@ def _passes(
     unit_dim = configured.proj_dim if spec.normalize else None
     passes = []
     if len(spec.ends) < len(spec.checkpoints):
-        output, combine = spec.features.model_output, usual_combine(along=False)
+        output, combine = spec.features.model_output, usual_combine(several_times=False)
         ends = replace(configured, loss_weight_power=usual_power(combine, output), combine=combine)
         draws = spec.features.label_draws
         weighting = Weighting.PLAIN if draws else usual_weighting(combine, output)
