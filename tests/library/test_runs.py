@@ -12,6 +12,7 @@ from trak_core.config.checkpoint_list import (
     have_several_times,
     mixed_runs,
     runs_of,
+    unread_weights,
 )
 from trak_core.settings import FeaturesSpec, ScoresSpec
 
@@ -115,6 +116,17 @@ def test_checkpoints_of_another_training_in_a_trainers_folder_are_told_of(tmp_pa
     assert f"{out}/checkpoint-10 and {out}/checkpoint-20 seem to be from different" in told
     entries = {str(step): str(out / f"checkpoint-{step}") for step in (10, 20)}
     assert mixed_runs(checkpoint_table(entries, None)) is None
+
+
+def test_weights_beside_a_trainers_checkpoints_are_told_of_if_they_differ(tmp_path):
+    out = trainers(tmp_path, 10, 20)
+    table = checkpoint_table({"a": str(out)}, None)
+    assert unread_weights(table) is None
+    for folder, content in ((out / "checkpoint-20", b"last"), (out, b"last")):
+        (folder / "model.safetensors").write_bytes(content)
+        assert unread_weights(table) is None
+    (out / "model.safetensors").write_bytes(b"best")
+    assert str(out / "model.safetensors") in (unread_weights(table) or "")
 
 
 FIRST = {"path": "a.pt", "run": "r", "at": 1}

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 from refused import refused
 
+from trak_core.config.bind_study_arguments import with_ready_study
 from trak_core.ready_made.image_folder import image_folder
 from trak_core.ready_made.language_model import language_model
 from trak_core.ready_made.ready_study import needed
@@ -89,6 +90,25 @@ def test_a_prompt_that_runs_into_its_text_is_told_of_once(weights, tmp_path, cap
     assert told.count("Notice: ") == 1
 
 
+def test_a_prompt_whose_last_space_becomes_part_of_the_text_is_told_of(weights, tmp_path, capsys):
+    import tokenizers
+
+    core = tokenizers.Tokenizer(tokenizers.models.BPE())
+    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet)
+    core.train_from_iterator(["sky is blue", "grass is green"] * 9, trainer)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(weights)
+    study = language_model(write(tmp_path / "train.jsonl", [{"text": "sky"}]), str(weights))
+    for prompt, text, n in (
+        ("sky is", " blue", 0),
+        ("sky is ", " blue", 0),
+        ("sky is ", "blue", 1),
+    ):
+        study.encode(prompt=prompt, text=text)
+        assert capsys.readouterr().err.count("a prompt ends with a space") == n
+
+
 @pytest.mark.parametrize("name", ["promt", "Prompt", "prompts", "promtp"])
 def test_a_misspelt_prompt_is_refused(weights, tmp_path, name):
     """Without a word the model would get the text alone."""
@@ -135,6 +155,9 @@ def test_a_trainer_s_folder_and_an_adapter(weights, tmp_path):
     model = language_model(file, str(adapter)).make_model()
     trained = {name.split(".")[-3] for name, p in model.named_parameters() if p.requires_grad}
     assert trained == {"lora_A", "lora_B"}
+    given = {"texts": file, "weights": str(adapter)}
+    config = with_ready_study({"study": "language_model", "study_arguments": given})
+    assert str(weights / "model.safetensors") in config["data_files"]
     (weights / "tokenizer_config.json").unlink()
     with refused("studies.tokenizer", weights):
         language_model(file, str(weights))

@@ -327,6 +327,18 @@ def test_samples_that_the_output_is_not_meant_for_are_told(capsys):
         model = torch.nn.Sequential(logits, last)
         Attributor(model, "image_classification", proj_dim=4).fit((x, y))
         assert capsys.readouterr().out.count("These numbers are used as logits") == n
+    images, masks = torch.randn(20, 1, 3, 3), torch.randint(2, (20, 3, 3))
+    for last, n in ((torch.nn.Identity(), 0), (torch.nn.Softmax(1), 1)):
+        notice.cache_clear()
+        model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 1), last)
+        Attributor(model, "segmentation", proj_dim=4).fit((images, masks))
+        assert capsys.readouterr().out.count("These numbers are used as logits") == n
+    for f, n in ((lambda z, y: z[0], 1), (lambda z, y: -((z[0] - y) ** 2), 0)):
+        for labels in (y, torch.zeros(20)):
+            notice.cache_clear()
+            Attributor(torch.nn.Linear(4, 1), f, proj_dim=4).fit((x, labels))
+            told = capsys.readouterr().out.count("does not depend on the label")
+            assert told == (n if labels is y else 0)
     embedding = torch.nn.Sequential(torch.nn.Embedding(9, 8), torch.nn.Linear(8, 9))
     tokens = torch.randint(9, (12, 6))
     for labels, n in ((tokens, 0), (tokens.roll(-1, 1), 1), (tokens[:, 1:], 1)):

@@ -1,6 +1,7 @@
 """Evaluations agree with plain loops: own training, dense matrices, SciPy."""
 
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 
 import h5py
@@ -15,6 +16,7 @@ from small_run import N_TARGETS, PROJ_DIM, REPEATS, RETRAINED, STUDY, SUBSETS, l
 
 from trak_core.artifacts import ArtifactError
 from trak_core.evaluation.baselines import bm25_scores
+from trak_core.stages.retrain import retrain
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +190,24 @@ def user_file(run, path, change=lambda masks, outputs: (masks, outputs)):
     ):
         frame.to_hdf(path, key=key)
     return path
+
+
+def test_the_ceiling_is_unknown_if_seeds_make_no_difference(run, tmp_path):
+    path = user_file(
+        run, tmp_path / "mine.h5", lambda m, o: (m, pd.concat([o[:SUBSETS]] * REPEATS))
+    )
+    evaluated = run.evaluate(tmp_path / "e.h5", [path], retrained_spec=None)
+    assert "ceiling" not in pd.read_hdf(evaluated, "summary")["kind"].tolist()
+
+
+def test_a_training_that_ignores_its_data_is_refused(tmp_path):
+    study = tmp_path / "study.py"
+    job = {"retrained": tmp_path / "r.h5", "study_file": study, "spec": RETRAINED, "code": "code"}
+    ignores = STUDY.read_text().replace("    torch.manual_seed(seed)", "    data = train_data()")
+    for use in ("", "\n    len(data)"):
+        study.write_text(ignores.replace("data=None):", f"data=None):{use}"))
+        with nullcontext() if use else refused("study.train_data", str(study)):
+            retrain(**job, batch_size=16, threads=1)
 
 
 def test_a_users_retrained_models_give_the_same_results(run, evaluated, tmp_path):

@@ -130,7 +130,7 @@ def lds(ours, low, baseline, ceiling):
     ]
     summary = pd.DataFrame(rows, columns=["method", "kind", "lds", "low", "high"]).dropna()
     summary = summary.assign(behind=ours - summary["lds"], behind_low=-0.1, behind_high=0.4)
-    return {"mine": file(tables={"summary": summary}, n_subsets=100, part_kept=0.5)}
+    return {"mine": file(tables={"summary": summary}, n_subsets=100, part_kept=0.5, n_seeds=1)}
 
 
 def warned(**numbers):
@@ -214,7 +214,9 @@ def test_the_share_of_the_ceiling_is_shown_if_it_is_known(ours, ceiling, low, hi
     evaluations = lds(ours, 0.2, 0.1, ceiling)
     summary = evaluations["mine"].tables["summary"]
     summary.loc[summary["kind"] == "ceiling", ["low", "high"]] = low, high
+    evaluations["mine"].attributes["n_seeds"] = 2
     text = Page(rendered("trust", results=results_of(evaluations=evaluations))).text
+    assert ("seems to ignore its argument seed" in text) == (ceiling is None)
     assert f"LDS {ours:.2f} , 95 % interval 0.20 to 0.90" in text
     assert ("perfect method would reach about 0.60" in text) == (ceiling is not None)
     assert ("The scores reach" in text) == bool(share)

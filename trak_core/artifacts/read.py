@@ -286,7 +286,9 @@ def read_frame(path: Path, key: str) -> tuple[np.ndarray, list[Any], list[Any]]:
             parts = [f"{key}/{part}" for part in ("block0_values", "axis1", "axis0")]
             if any(part not in file for part in parts) or f"{key}/block1_values" in file:
                 holds = ", ".join(file) or "nothing"
-                raise ValueError(f"{holds}, but no frame of one dtype in pandas' fixed layout")
+                raise ValueError(
+                    f"{holds}, but not in pandas' fixed layout, or with columns of several dtypes"
+                )
             for name in (key, *parts):
                 check_stored(file, name)
             values, index, columns = (np.asarray(dataset_in(file, part)) for part in parts)

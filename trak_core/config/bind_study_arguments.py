@@ -8,6 +8,7 @@ import os
 import re
 import symtable
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from trak_core.data.rows import read_rows
 from trak_core.dependency_digests import study_modules
 from trak_core.errors import InputError
 from trak_core.runtime.files import atomic_write, unwritable_error
+from trak_core.settings import ADAPTER_CONFIG
 
 _TEXT = '''\
 """The ready-made study `{name}` with the config's `study_arguments`, written by each run.
@@ -51,6 +53,7 @@ class _ReadyMade:
     names_images: bool = False  # whether the data files can be tables with paths of images
 
 
+_BASE_FILES = "config.json", "*.safetensors", "*.bin"
 READY_MADE = {
     "language_model": _ReadyMade("language_modelling", ("texts", "targets"), takes_weights=True),
     "text_classification": _ReadyMade(
@@ -262,12 +265,22 @@ def _images_of(table: Path) -> list[str]:
 
 
 def _model_files(weights: Path) -> list[str]:
-    """Return the configuration and tokenizer files of a model that transformers saved."""
+    """Return the configuration and tokenizer files of a model that transformers saved.
+
+    For a LoRA adapter, the configuration and the weights of its base model are included, if this
+    is a folder, because checkpoints of the adapter do not contain them.
+    """
     folders = [weights, *sorted(weights.glob("checkpoint-*"))]
     folders += [weights.parent] if (weights.parent / "tokenizer_config.json").is_file() else []
-    patterns = ("*token*", "config.json", "vocab*", "merges.txt", "*.jinja", "adapter_config.json")
+    patterns = ("*token*", "config.json", "vocab*", "merges.txt", "*.jinja", ADAPTER_CONFIG)
     paths = {path for folder in folders for pattern in patterns for path in folder.glob(pattern)}
-    return [str(path) for path in sorted(paths) if path.is_file() and path.suffix != ".bin"]
+    files = {path for path in paths if path.is_file() and path.suffix != ".bin"}
+    for adapter in [path for path in files if path.name == ADAPTER_CONFIG]:
+        with suppress(ValueError):  # A damaged file is refused when the study reads it.
+            base = str(json.loads(adapter.read_text()).get("base_model_name_or_path"))
+            for folder in filter(Path.is_dir, (adapter.parent / base, Path(base))):
+                files.update(path for kind in _BASE_FILES for path in folder.glob(kind))
+    return [str(path) for path in sorted(files)]
 
 
 def _code_of(argument: Any) -> list[str]:

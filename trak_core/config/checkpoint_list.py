@@ -16,6 +16,8 @@ _ID_PATTERN = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _KEYS = ("path", "run", "at", "state_dict")
 # The names of the folders in which transformers' Trainer saves checkpoints.
 _TRAINER_FOLDER = re.compile(r"checkpoint-(\d+)")
+# The patterns of the names of files in which a Trainer saves weights.
+_TRAINER_WEIGHTS = "model*.safetensors", "adapter_model.*", "pytorch_model*.bin"
 # In a file name, `_TIME` matches an epoch or a step, and `_QUALITY` a loss or an accuracy. Without
 # the lookbehind, `_TIME` would find the epoch 1 in "sweep_1", because this name ends in "ep_1".
 _TIME = re.compile(r"(?<![a-z])(epochs?|ep|steps?|iter(?:ation)?s?)[-_=]?(\d+)", re.I)
@@ -163,6 +165,30 @@ def mixed_runs(checkpoints: Mapping[str, Checkpoint]) -> str | None:
                     "`checkpoints`, with the name of its `run` and its time `at`."
                 )
     return None
+
+
+def unread_weights(checkpoints: Mapping[str, Checkpoint]) -> str | None:
+    """Return a notice if a Trainer's folder contains weights that differ from the last checkpoint.
+
+    ``trainer.save_model()`` writes such weights. To save time, only the ends of files are compared.
+    """
+    saved = [Path(c.path) for c in checkpoints.values() if c.is_in_folder and c.path]
+    for folder in dict.fromkeys(path.parent for path in saved):
+        _, last = trainer_checkpoints(folder)[-1]
+        for file in (file for kind in _TRAINER_WEIGHTS for file in sorted(folder.glob(kind))):
+            if not (last / file.name).is_file() or _end_of(file) != _end_of(last / file.name):
+                return (
+                    f"{file} is not read, and differs from the weights in {last}. Only the folders "
+                    f"checkpoint-<step> in {folder} are explained. To explain this file too, copy "
+                    "it and its config to a new folder, and add the folder to `checkpoints`."
+                )
+    return None
+
+
+def _end_of(file: Path) -> bytes:
+    with file.open("rb") as content:
+        content.seek(max(0, file.stat().st_size - 2**24))
+        return content.read()
 
 
 def grouped(paths: Iterable[Path], key: Callable[[Path], Any]) -> list[list[Path]]:

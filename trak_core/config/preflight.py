@@ -16,7 +16,7 @@ from typing import Any
 
 from snakemake_executor_plugin_forks.server import Fork
 from trak_core.config.bind_study_arguments import builder_of
-from trak_core.config.checkpoint_list import mixed_runs, seeming_runs
+from trak_core.config.checkpoint_list import mixed_runs, seeming_runs, unread_weights
 from trak_core.config.cross_checks import check_columns, check_paths, check_sizes
 from trak_core.config.memory_needs import LARGE_BYTES, check_memory, evaluation_need, weights_mb
 from trak_core.config.specs_from_config import Specs
@@ -225,7 +225,8 @@ def _facts(
     old = {name for name, key in known.get("keys", {}).items() if keys.get(name) == key}
     told = {split: text for split, text in known.get("told", {}).items() if split in old}
     print(*told.values(), sep="", end="", file=sys.stderr)
-    for notice in filter(None, (f(specs.checkpoints) for f in (seeming_runs, mixed_runs))):
+    checks = seeming_runs, mixed_runs, unread_weights
+    for notice in filter(None, (check(specs.checkpoints) for check in checks)):
         print(f"Notice: {notice}", file=sys.stderr)
     if old == keys.keys():
         return known

@@ -239,7 +239,8 @@ def lds_tables(
     correlations = {key: rank_correlations(sums, mean) for key, sums in methods.items()}
     drawn = bootstrap([*methods.values(), *by_count.values()], truth.outputs)
     rows = list(range(len(methods)))
-    if len(truth.outputs) > 1:
+    # Without differences between seeds, the ceiling would be 1, though its error is unknown.
+    if len(truth.outputs) > 1 and np.ptp(truth.outputs, axis=0).any():
         correlations["noise_ceiling", "ceiling", 0] = noise_ceiling(truth.outputs)
         rows.append(-1)
     low, high = interval(drawn, axis=0)

@@ -58,6 +58,7 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
         return
     with torch.no_grad(), in_evaluation_mode(model):
         returned, allowed = call_with_rounding(model, batch)
+        _notice_ignored_label(output, returned, batch.labels)
         together, sizes = _read(output, returned, batch)
         tolerance = allowed * (1 + together.abs() + sizes)
         # ``rows`` removes the padding of each text. If the model outputs then differ, the code
@@ -244,8 +245,10 @@ def _notice_unlikely(output: ModelOutput, outputs: Any, sample: Batch) -> None:
     """Print a notice if the model seems to return probabilities, or if labels seem shifted."""
     if any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(outputs)):
         return  # fake tensors have shapes but no values
-    is_vector = output.label_ndim == 0 and isinstance(outputs, Tensor) and outputs.numel() > 1
-    if is_vector and (outputs >= 0).all() and abs(outputs.sum().item() - 1) < 1e-4:
+    # The first dimension is the classes, for a sample or for each of its pixels.
+    has_classes = output.label_ndim in {0, 2} and isinstance(outputs, Tensor)
+    sums = outputs.sum(0) if has_classes and outputs.numel() > 1 else torch.zeros(1)
+    if (abs(sums - 1) < 1e-4).all() and (outputs >= 0).all():
         notice(
             "the model returns numbers from 0 to 1 that add up to 1, such as the probabilities of "
             "a softmax. These numbers are used as logits. Let the model return logits, unless "
@@ -264,6 +267,21 @@ def _notice_unlikely(output: ModelOutput, outputs: Any, sample: Batch) -> None:
             )
 
 
+def _notice_ignored_label(output: ModelOutput, returned: Any, labels: Tensor) -> None:
+    """Print a notice if a user's model output ignores the label, but has loss weights of 1."""
+    others = labels.flip(0)
+    if output.label_ndim is not None or not output.has_labels or torch.equal(labels, others):
+        return
+    read = output.read(returned)
+    values, swapped = (over_samples(output.value, read, y) for y in (labels, others))
+    if torch.equal(values, swapped) and (over_samples(output.loss_weight, read, labels) == 1).all():
+        notice(
+            "the model output does not depend on the label, although labels differ. All loss "
+            "weights are 1, which is correct only if the model output is minus the training loss. "
+            "Otherwise, use a ModelOutput with a `loss_weight`."
+        )
+
+
 def check_labels(
     labels: Tensor, output: ModelOutput, n_classes: int | None, sample_ids: Sequence[object]
 ) -> None:
@@ -280,7 +298,8 @@ def check_labels(
     if output.label_ndim is not None and labels.ndim != 1 + output.label_ndim:
         raise InputError(
             f"A label must be {_LABEL_SHAPES[output.label_ndim]}. Found labels of shape "
-            f"{tuple(labels.shape)}.",
+            f"{tuple(labels.shape)}. Reshape the labels, such as by `squeeze()`, or write your own "
+            "model output.",
             code="gradients.label_shape",
         )
     if n_classes is None:

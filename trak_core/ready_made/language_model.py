@@ -179,6 +179,15 @@ def language_model(
         # Tokens that the tokenizer adds, such as an end token, have the offsets (0, 0). They must
         # not be counted as a part of the prompt.
         in_prompt = [i for i, (_, end) in enumerate(offsets) if 0 < end <= len(before)]
+        if in_prompt and before[-1] == " " and not is_chat:
+            alone = tokenizer(before, add_special_tokens=False)["input_ids"]
+            if alone[-1] != ids[in_prompt[-1]]:
+                notify(
+                    "a prompt ends with a space, which the tokenizer joins with the first word of "
+                    "the text. The joined token counts as text. If training converted prompts and "
+                    "texts to tokens separately, its tokens differ. Then write your own study.",
+                    about="joined tokens",
+                )
         labels = input_ids.clone()
         labels[: max(in_prompt, default=-1) + 1] = -100
         if (labels == -100).all():

@@ -103,8 +103,15 @@ def retrain(
     for run, _ in blocks_with_progress(len(runs), 1, "trainings"):
         i, seed = runs[run]
         # The annotation of Subset requires a Dataset, but an object with len() and [i] suffices.
-        data = Subset(train.samples, np.flatnonzero(masks[i]).tolist())  # pyright: ignore[reportArgumentType]
+        data = _TrainingSubset(train.samples, np.flatnonzero(masks[i]).tolist())  # pyright: ignore[reportArgumentType]
         model = trained_model(study, {**spec.arguments, "seed": seed}, data)
+        if "was_read" not in object.__getattribute__(data, "__dict__"):
+            raise InputError(
+                f"{study.path}: train() must train on its argument `data`, which contains the "
+                "training samples of a subset. Found that train() does not read it, so models "
+                "would not differ between subsets. Use `data` in place of all training samples.",
+                code="study.train_data",
+            )
         results.append(
             outputs_and_predictions(model, spec.model_output, train, targets, batch_size, study)
         )
@@ -114,6 +121,15 @@ def retrain(
         writer.matrix("masks", numbers, train.ids, dtype=np.uint8)[:] = np.stack(masks)
         writer.matrix("outputs", rows, targets.ids)[:] = values
         writer.matrix("predictions", rows, targets.ids, dtype=predictions.dtype)[:] = predictions
+
+
+class _TrainingSubset(Subset):
+    """A subset of the training samples that notes in ``__dict__`` whether it was read."""
+
+    def __getattribute__(self, name: str) -> Any:
+        # The methods for len() and [i] also read the attributes of the subset.
+        object.__getattribute__(self, "__dict__")["was_read"] = True
+        return super().__getattribute__(name)
 
 
 def _seeds(spec: RetrainedSpec, subset: int) -> list[int]:
