@@ -100,11 +100,7 @@ def test_a_prompt_whose_last_space_becomes_part_of_the_text_is_told_of(weights, 
     core.train_from_iterator(["sky is blue", "grass is green"] * 9, trainer)
     transformers.PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(weights)
     study = language_model(write(tmp_path / "train.jsonl", [{"text": "sky"}]), str(weights))
-    for prompt, text, n in (
-        ("sky is", " blue", 0),
-        ("sky is ", " blue", 0),
-        ("sky is ", "blue", 1),
-    ):
+    for prompt, text, n in (("is", " blue", 0), ("is ", " blue", 0), ("is ", "blue", 1)):
         study.encode(prompt=prompt, text=text)
         assert capsys.readouterr().err.count("a prompt ends with a space") == n
 

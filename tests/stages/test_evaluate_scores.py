@@ -193,9 +193,8 @@ def user_file(run, path, change=lambda masks, outputs: (masks, outputs)):
 
 
 def test_the_ceiling_is_unknown_if_seeds_make_no_difference(run, tmp_path):
-    path = user_file(
-        run, tmp_path / "mine.h5", lambda m, o: (m, pd.concat([o[:SUBSETS]] * REPEATS))
-    )
+    path = tmp_path / "mine.h5"
+    user_file(run, path, lambda m, o: (m, pd.concat([o[:SUBSETS]] * REPEATS)))
     evaluated = run.evaluate(tmp_path / "e.h5", [path], retrained_spec=None)
     assert "ceiling" not in pd.read_hdf(evaluated, "summary")["kind"].tolist()
 

@@ -189,10 +189,10 @@ class _Rows:
     ) -> Iterator[tuple[int, np.ndarray, Tensor, list[Tensor]]]:
         """Yield the gradients of samples ``start`` to ``stop``, one batch at a time.
 
-        For each batch, yield the number of samples; the row numbers of their gradients in a matrix
-        whose samples are in the original order; the gradients; and the samples' labels, outputs and
-        other values. ``at_once`` maps the first sample of a batch to the batch size. If ``into`` is
-        given, the rows are written into this tensor.
+        Batches may be in another order than the data. For each batch, yield the number of samples;
+        the rows of their gradients in a matrix in the order of the data; the gradients; and a list
+        of the samples' labels, model outputs and other values. ``at_once`` maps the first sample of
+        a batch to the batch size. If ``into`` is given, the rows are written into this tensor.
         """
         width = self.rows_per_sample
 

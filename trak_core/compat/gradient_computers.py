@@ -1,4 +1,4 @@
-"""Compute per-sample gradients with the two classes of ``trak``: by one backward pass or a loop."""
+"""The two classes of ``trak`` that compute per-sample gradients, with the methods of trak_core."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -122,7 +122,7 @@ class FunctionalGradientComputer(AbstractGradientComputer):
     def load_model_params(self, model: nn.Module) -> None:
         self.model, self.parameters = model, chosen_parameters(model, self.grad_wrt)
         self.model_params = list(self.parameters.values())
-        # The weights and buffers with which tasks call the model. None for the model's own.
+        # The weights and buffers that are passed when a task calls the model, or None.
         self.func_weights = dict(model.named_parameters()) if self._functional else None
         self.func_buffers = dict(model.named_buffers()) if self._functional else None
 

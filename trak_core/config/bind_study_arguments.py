@@ -312,8 +312,8 @@ def first_checkpoint(checkpoints: Any) -> str:
     if not isinstance(path, str):
         raise InputError(
             "study_arguments must contain `weights`, the folder from which the model is built. "
-            "If `checkpoints` maps ids to paths, `weights` defaults to the first path. Found no "
-            f"`weights`, and checkpoints {json.dumps(checkpoints)}.",
+            "If `checkpoints` maps ids to paths, `weights` defaults to the first path. `weights` "
+            f"is missing, and `checkpoints` is {json.dumps(checkpoints)}.",
             code="config.weights",
         )
     return path

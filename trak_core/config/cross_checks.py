@@ -25,7 +25,7 @@ def _refuse(code: str, setting: str, rules: Iterable[tuple[bool, str, Any]], rem
 
 
 def check_relations(config: Mapping[str, Any]) -> None:
-    """Raise an error if settings of a config exclude each other or lack what they need."""
+    """Raise an error if settings are mutually exclusive or lack a setting that they need."""
     checks = check_exact, check_preconditioner, check_label_draws, check_experiments, check_lists
     for check in checks:
         check(config)

@@ -74,7 +74,7 @@ class RowFile(Sequence[dict[str, Any]]):
         return "line" if self.path.suffix in {LINES, *TABLES} else "row"
 
     def place(self, index: int) -> str:
-        """Return the file and the line of row ``index`` as a text, for error messages."""
+        """Return a string with the file and line of row ``index``, for error messages."""
         if not self.numbers:
             return f"{self.path}, {self.rows[index].get('id', index)}"
         return f"{self.path}, {self.noun} {self.numbers[index]}"

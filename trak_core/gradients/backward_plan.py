@@ -192,7 +192,7 @@ def _layouts(
 
 
 def _regions(inside: list[Edge], crossings: list[Edge], graph: Graph) -> dict[Node, Region]:
-    """Return the region of each shared node. ``inside`` are the edges between shared nodes."""
+    """Return the region of each shared node. ``inside`` contains edges between shared nodes."""
     parent: dict[Node, Node] = {}
 
     def head(node: Node) -> Node:

@@ -6,7 +6,7 @@ import pandas as pd
 from trak_core.artifacts import Rows
 from trak_core.attribution.score_formulas import Extremes, largest, unit_rows
 
-# A sample is a copy if it is much nearer than the fifth nearest sample. See ``copies``.
+# A copy is much nearer to a sample than the sample's fifth-nearest neighbour. See ``copies``.
 _N_NEIGHBOURS, _MIN_CLOSENESS = 5, 0.9
 # Features are float32, so smaller cosine distances can be rounding errors and count as 0.
 _MIN_DISTANCE = 1e-5

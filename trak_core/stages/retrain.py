@@ -143,11 +143,12 @@ def _removals(
     named_by: Sequence[Path],
     naming: Mapping[str, Any],
 ) -> tuple[list[np.ndarray], list[int], list[str]]:
-    """Return the subsets from which samples are removed, as ``retrain`` documents them.
+    """Choose the samples to remove for each value of ``spec.subsets`` (see ``retrain``).
 
     Returns:
-        For each subset, a mask that is True for the samples that are kept. The numbers of samples
-        that are removed (or kept, for a list of the kind ``select``). The hashes of ``named_by``.
+        A mask for each model to train, which is True for the samples that are kept; the different
+        numbers of samples that are removed, or kept for a list ``select``; and the hashes of the
+        files ``named_by``.
     """
     n_train = len(train.ids)
     everything, all_rows = np.ones(n_train, dtype=bool), np.arange(n_train)

@@ -85,7 +85,7 @@ class Split:
 
 
 def _entries(sample: Any) -> dict[str, Any]:
-    """Return a dict of a sample's entries, named "entry 0", "entry 1", ... if it is a tuple."""
+    """Return a sample as a dict. Entries of a tuple get the keys "entry 0", "entry 1", ..."""
     if isinstance(sample, Mapping):
         return dict(sample)
     if isinstance(sample, list | tuple):
