@@ -1,6 +1,6 @@
 """Take the documentation's pictures of the report and of an experiment's page, from a real run.
 
-    trak run config/thorough.yaml
+    trak run config/config.yaml
     python docs/generate/pictures.py results
 
 Chromium renders the pages, and must be installed. Pillow is installed with matplotlib.
@@ -16,7 +16,7 @@ from PIL import Image
 FOLDER = Path(__file__).parents[1] / "pictures"
 WIDTH = 1100
 # For each picture, its page, and the first and the last line of pixels.
-PAGES = {"report": ("report.html", 0, 890), "explore": ("answers/hard.html", 530, 1430)}
+PAGES = {"report": ("report.html", 0, 1020), "explore": ("answers/hard.html", 940, 2055)}
 COLOURS = 128  # so that a picture has only tens of KB
 
 
