@@ -1,6 +1,7 @@
 """Define the study of a causal language model, from a folder of weights and a file of texts."""
 
 import json
+import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -28,8 +29,9 @@ from trak_core.ready_made.ready_study import (
     used_by,
 )
 from trak_core.settings import ADAPTER_CONFIG
+from trak_core.study.load_checkpoint import read_weights
 from trak_core.study.sample_columns import columns_from
-from trak_core.study.weight_files import refuse_quantized
+from trak_core.study.weight_files import ADAPTER_WEIGHTS, refuse_quantized
 
 # A field is treated as a misspelling of "prompt" if difflib's ratio of the two names is at least
 # this number. The ratio is higher for "promt" and "prompts", and lower for "prompt_id".
@@ -435,4 +437,19 @@ def _model(folder: Path) -> nn.Module:
     config: Any = PeftConfig.from_pretrained(str(folder))
     config.base_model_name_or_path = base  # Otherwise peft warns that the name differs.
     config.inference_mode = False  # Otherwise peft freezes the adapter.
+    if any((folder / name).is_file() for name in ADAPTER_WEIGHTS):
+        _resize_embeddings(model, read_weights(folder).state)
     return get_peft_model(model, config)
+
+
+def _resize_embeddings(model: Any, adapter: Mapping[str, Tensor]) -> None:
+    """Give the model as many token embeddings as the weights of an adapter contain.
+
+    If tokens were added in training, peft saves all embeddings with the adapter.
+    """
+    embeddings = model.get_input_embeddings()
+    (name,) = (name for name, module in model.named_modules() if module is embeddings)
+    saved = re.compile(rf"(.*\.)?{re.escape(name)}(\.(modules_to_save|base_layer))?\.weight")
+    rows = {len(weight) for key, weight in adapter.items() if saved.fullmatch(key)}
+    if len(rows) == 1 and rows != {embeddings.num_embeddings}:
+        model.resize_token_embeddings(rows.pop())
