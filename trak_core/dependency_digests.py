@@ -89,7 +89,7 @@ def study_modules(study: Path, folders: Sequence[Path] = ()) -> dict[_Name, Path
         kind = "a file with another ending" if study.is_file() else "no such file"
         raise InputError(
             f"{study}: the study's Python file must exist, and its name must end with .py. Found "
-            f"{kind}. Paths are relative to the folder in which Snakemake runs.",
+            f"{kind}. Paths are relative to {Path.cwd()}. For another folder, add --directory.",
             code="provenance.study_file",
         )
     modules: dict[_Name, Path] = {(study.stem,): study}

@@ -20,6 +20,7 @@ from trak_core.ready_made.language_model import language_model
 from trak_core.ready_made.ready_study import needed
 from trak_core.ready_made.tabular import tabular
 from trak_core.ready_made.text_classification import text_classification
+from trak_core.study.load_checkpoint import load_checkpoint
 
 pytestmark = pytest.mark.usefixtures("here")
 transformers = pytest.importorskip("transformers", reason="with the extra `test`")
@@ -159,6 +160,26 @@ def test_a_trainer_s_folder_and_an_adapter(weights, tmp_path):
         language_model(file, str(weights))
     with refused("studies.weights", tmp_path):
         language_model(file, str(tmp_path))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers', by peft
+@pytest.mark.parametrize("settings", [{"modules_to_save": ["wte"]}, {"target_modules": ["wte"]}])
+def test_an_adapter_may_have_more_tokens_than_its_base(weights, tmp_path, settings):
+    from peft import LoraConfig, get_peft_model
+
+    base = transformers.GPT2LMHeadModel.from_pretrained(weights)
+    base.resize_token_embeddings(base.config.vocab_size + 3)
+    given = {"target_modules": ["c_attn"], "fan_in_fan_out": True, **settings}
+    trained = get_peft_model(base, LoraConfig(**given, init_lora_weights=False))
+    trained.peft_config["default"].base_model_name_or_path = str(weights)
+    trained.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
+    tokenizer().save_pretrained(tmp_path / "adapter")
+    file = write(tmp_path / "train.jsonl", [{"text": "sky"}])
+    model = language_model(file, str(tmp_path / "adapter")).make_model()
+    load_checkpoint(model, tmp_path / "adapter")
+    tokens = torch.arange(base.config.vocab_size)[None, -8:]
+    with torch.no_grad():
+        assert torch.equal(model.eval()(tokens).logits, trained.eval()(tokens).logits)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers', by peft

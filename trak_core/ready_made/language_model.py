@@ -452,4 +452,4 @@ def _resize_embeddings(model: Any, adapter: Mapping[str, Tensor]) -> None:
     saved = re.compile(rf"(.*\.)?{re.escape(name)}(\.(modules_to_save|base_layer))?\.weight")
     rows = {len(weight) for key, weight in adapter.items() if saved.fullmatch(key)}
     if len(rows) == 1 and rows != {embeddings.num_embeddings}:
-        model.resize_token_embeddings(rows.pop())
+        model.resize_token_embeddings(rows.pop(), mean_resizing=False)
