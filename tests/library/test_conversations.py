@@ -8,7 +8,7 @@ import pytest
 import torch
 from refused import refused
 
-from trak_core.data.rows import read_rows
+from trak_core.data.row_files import read_rows
 from trak_core.ready_made.conversations import chat_texts, messages_in
 from trak_core.ready_made.language_model import language_model
 from trak_core.ready_made.ready_study import decoded_tokens

@@ -10,7 +10,7 @@ from refused import refused
 
 from trak_core import Attributor
 from trak_core.command.init import config_for
-from trak_core.data.rows import read_rows
+from trak_core.data.row_files import read_rows
 from trak_core.study.given_data import split_of_data
 
 datasets = pytest.importorskip("datasets", reason="the test extra of pyproject.toml brings it")

@@ -11,7 +11,7 @@ import pytest
 from few_words import write as lines
 from refused import refused
 
-from trak_core.data.rows import RowFile, as_number, class_number, parsed_json, read_rows
+from trak_core.data.row_files import RowFile, as_number, class_number, parsed_json, read_rows
 from trak_core.errors import InputError
 from trak_core.ready_made.ready_study import filled_in, used_by
 from trak_core.study.dataset_split import checked_ids

@@ -18,7 +18,7 @@ from refused import refused
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from trak_core.config.bind_study_arguments import with_ready_study
-from trak_core.data.rows import read_rows
+from trak_core.data.row_files import read_rows
 from trak_core.ready_made.image_folder import image_folder
 from trak_core.ready_made.tabular import tabular
 from trak_core.settings import TRAIN

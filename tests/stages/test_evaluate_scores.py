@@ -203,7 +203,12 @@ def test_a_training_that_ignores_its_data_is_refused(tmp_path):
     study = tmp_path / "study.py"
     job = {"retrained": tmp_path / "r.h5", "study_file": study, "spec": RETRAINED, "code": "code"}
     ignores = STUDY.read_text().replace("    torch.manual_seed(seed)", "    data = train_data()")
-    for use in ("", "\n    len(data)"):
+    in_worker = """
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            yield data[0][0]
+    assert len([*torch.utils.data.DataLoader(Stream(), num_workers=1)]) == 1"""
+    for use in ("", "\n    len(data)", in_worker):
         study.write_text(ignores.replace("data=None):", f"data=None):{use}"))
         with nullcontext() if use else refused("study.train_data", str(study)):
             retrain(**job, batch_size=16, threads=1)

@@ -216,7 +216,7 @@ def test_the_share_of_the_ceiling_is_shown_if_it_is_known(ours, ceiling, low, hi
     summary.loc[summary["kind"] == "ceiling", ["low", "high"]] = low, high
     evaluations["mine"].attributes["n_seeds"] = 2
     text = Page(rendered("trust", results=results_of(evaluations=evaluations))).text
-    assert ("seems to ignore its argument seed" in text) == (ceiling is None)
+    assert ("training ignores its seed" in text) == (ceiling is None)
     assert f"LDS {ours:.2f} , 95 % interval 0.20 to 0.90" in text
     assert ("perfect method would reach about 0.60" in text) == (ceiling is not None)
     assert ("The scores reach" in text) == bool(share)

@@ -38,7 +38,7 @@ from trak_core.config.checkpoint_list import (
 )
 from trak_core.config.cross_checks import check_exact, check_label_draws, check_preconditioner
 from trak_core.config.memory_needs import normal_matrix_need
-from trak_core.config.scoring_settings import features_spec, fill_in_scoring, scores_spec
+from trak_core.config.scoring_defaults import features_spec, fill_in_scoring, scores_spec
 from trak_core.errors import InputError, listed
 from trak_core.model_outputs.about_outputs import (
     TABLE,

@@ -216,7 +216,7 @@ class _Session:
         of fields.
         """
         file: Path | None = self._asked.file
-        from trak_core.data.rows import LINES, SUFFIXES
+        from trak_core.data.row_files import LINES, SUFFIXES
         from trak_core.study.read_targets import read_questions
 
         if file is not None and file.suffix in SUFFIXES and file.suffix != LINES:

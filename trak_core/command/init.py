@@ -17,7 +17,7 @@ from typing import Any
 
 from trak_core.config.checkpoint_list import folder_names, grouped, times_of, trainer_checkpoints
 from trak_core.config.read_config import ALL_TARGETS
-from trak_core.data.rows import (
+from trak_core.data.row_files import (
     LINES,
     LIST,
     SUFFIXES,

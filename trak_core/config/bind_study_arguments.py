@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trak_core.data.rows import read_rows
+from trak_core.data.row_files import read_rows
 from trak_core.dependency_digests import study_modules
 from trak_core.errors import InputError
 from trak_core.runtime.files import atomic_write, unwritable_error
@@ -53,7 +53,7 @@ class _ReadyMade:
     names_images: bool = False  # whether the data files can be tables with paths of images
 
 
-_BASE_FILES = "config.json", "*.safetensors", "*.bin"
+_BASE_WEIGHTS = "model*.safetensors", "pytorch_model*.bin"
 READY_MADE = {
     "language_model": _ReadyMade("language_modelling", ("texts", "targets"), takes_weights=True),
     "text_classification": _ReadyMade(
@@ -267,8 +267,8 @@ def _images_of(table: Path) -> list[str]:
 def _model_files(weights: Path) -> list[str]:
     """Return the configuration and tokenizer files of a model that transformers saved.
 
-    For a LoRA adapter, the configuration and the weights of its base model are included, if this
-    is a folder, because checkpoints of the adapter do not contain them.
+    For a LoRA adapter, the weights of its base model are included if this is a folder, because
+    checkpoints of the adapter do not contain them.
     """
     folders = [weights, *sorted(weights.glob("checkpoint-*"))]
     folders += [weights.parent] if (weights.parent / "tokenizer_config.json").is_file() else []
@@ -276,10 +276,12 @@ def _model_files(weights: Path) -> list[str]:
     paths = {path for folder in folders for pattern in patterns for path in folder.glob(pattern)}
     files = {path for path in paths if path.is_file() and path.suffix != ".bin"}
     for adapter in [path for path in files if path.name == ADAPTER_CONFIG]:
-        with suppress(ValueError):  # A damaged file is refused when the study reads it.
+        # A damaged file is refused when the study reads it.
+        with suppress(ValueError, AttributeError):
             base = str(json.loads(adapter.read_text()).get("base_model_name_or_path"))
-            for folder in filter(Path.is_dir, (adapter.parent / base, Path(base))):
-                files.update(path for kind in _BASE_FILES for path in folder.glob(kind))
+            folders = filter(Path.is_dir, (adapter.parent / base, Path(base)))
+            for folder in [*folders][:1]:
+                files.update(path for kind in _BASE_WEIGHTS for path in folder.glob(kind))
     return [str(path) for path in sorted(files)]
 
 

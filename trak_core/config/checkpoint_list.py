@@ -168,19 +168,20 @@ def mixed_runs(checkpoints: Mapping[str, Checkpoint]) -> str | None:
 
 
 def unread_weights(checkpoints: Mapping[str, Checkpoint]) -> str | None:
-    """Return a notice if a Trainer's folder contains weights that differ from the last checkpoint.
+    """Return a notice if a Trainer's folder contains weights that differ from all checkpoints.
 
     ``trainer.save_model()`` writes such weights. To save time, only the ends of files are compared.
     """
     saved = [Path(c.path) for c in checkpoints.values() if c.is_in_folder and c.path]
     for folder in dict.fromkeys(path.parent for path in saved):
-        _, last = trainer_checkpoints(folder)[-1]
-        for file in (file for kind in _TRAINER_WEIGHTS for file in sorted(folder.glob(kind))):
-            if not (last / file.name).is_file() or _end_of(file) != _end_of(last / file.name):
+        names = {file.name for kind in _TRAINER_WEIGHTS for file in folder.glob(kind)}
+        for file in (folder / name for name in sorted(names) if (folder / name).is_file()):
+            others = [step / file.name for _, step in trainer_checkpoints(folder)]
+            if not any(other.is_file() and _end_of(file) == _end_of(other) for other in others):
                 return (
-                    f"{file} is not read, and differs from the weights in {last}. Only the folders "
-                    f"checkpoint-<step> in {folder} are explained. To explain this file too, copy "
-                    "it and its config to a new folder, and add the folder to `checkpoints`."
+                    f"{file} is not read, and differs from the weights in all checkpoints of "
+                    f"{folder}. Only the folders checkpoint-<step> are explained. To explain this "
+                    "file too, copy it and its config to a new folder in `checkpoints`."
                 )
     return None
 

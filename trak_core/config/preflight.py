@@ -173,6 +173,8 @@ def bring_along(files: Sequence[Path]) -> list[str]:
 
     Raise an error if Snakemake would not send a file.
     """
+    # Weights of an adapter's base model are not sent. They must exist on each machine.
+    files = [file for file in files if file.suffix not in {".safetensors", ".bin"}]
     outside = [file for file in files if not file.resolve().is_relative_to(Path.cwd())]
     large = [file for file in files if file.stat().st_size > _MAX_SOURCE_BYTES]
     for wrong, rule in ((outside, "be in the working folder"), (large, "have at most 10 MB")):

@@ -15,7 +15,7 @@ from trak_core.config.read_config import (
     python_modules,
     target_ids,
 )
-from trak_core.config.scoring_settings import features_spec, fill_in_scoring, scores_spec
+from trak_core.config.scoring_defaults import features_spec, fill_in_scoring, scores_spec
 from trak_core.dependency_digests import content_digest, mentions, study_digest
 from trak_core.errors import InputError
 from trak_core.model_outputs.about_outputs import about_output, output_name

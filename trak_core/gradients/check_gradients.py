@@ -5,7 +5,7 @@ gradients that are NaN, infinite, zero for all samples or equal for all samples.
 """
 
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import numpy as np
@@ -58,8 +58,9 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
         return
     with torch.no_grad(), in_evaluation_mode(model):
         returned, allowed = call_with_rounding(model, batch)
-        _notice_ignored_label(output, returned, batch.labels)
         together, sizes = _read(output, returned, batch)
+        with suppress(KeyError, *_FAILURES):  # The function may not support the other labels.
+            _notice_ignored_label(output, returned, batch.labels)
         tolerance = allowed * (1 + together.abs() + sizes)
         # ``rows`` removes the padding of each text. If the model outputs then differ, the code
         # below determines whether padding is the reason.
@@ -270,13 +271,14 @@ def _notice_unlikely(output: ModelOutput, outputs: Any, sample: Batch) -> None:
 def _notice_ignored_label(output: ModelOutput, returned: Any, labels: Tensor) -> None:
     """Print a notice if a user's model output ignores the label, but has loss weights of 1."""
     others = labels.flip(0)
-    if output.label_ndim is not None or not output.has_labels or torch.equal(labels, others):
+    reads_labels = output.label_ndim is None and output.has_labels and not output.takes_labels
+    if not reads_labels or torch.equal(labels, others):
         return
     read = output.read(returned)
     values, swapped = (over_samples(output.value, read, y) for y in (labels, others))
     if torch.equal(values, swapped) and (over_samples(output.loss_weight, read, labels) == 1).all():
         notice(
-            "the model output does not depend on the label, although labels differ. All loss "
+            "the model outputs of the first samples would be the same with other labels. All loss "
             "weights are 1, which is correct only if the model output is minus the training loss. "
             "Otherwise, use a ModelOutput with a `loss_weight`."
         )

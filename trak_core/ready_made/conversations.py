@@ -6,7 +6,7 @@ from contextlib import suppress
 from datetime import date as Date
 from typing import Any
 
-from trak_core.data.rows import parsed_json
+from trak_core.data.row_files import parsed_json
 from trak_core.errors import InputError
 
 # The fields of a row that are passed to the chat template, with the type of each. transformers and

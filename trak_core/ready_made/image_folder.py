@@ -13,7 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trak_core.data.rows import RowFile, RowSample, RowSamples, as_number, class_number, read_rows
+from trak_core.data.row_files import (
+    RowFile,
+    RowSample,
+    RowSamples,
+    as_number,
+    class_number,
+    read_rows,
+)
 from trak_core.errors import InputError, listed
 from trak_core.ready_made.ready_study import (
     ReadyStudy,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trak_core.data.rows import RowFile, RowSamples, read_rows, shortened
+from trak_core.data.row_files import RowFile, RowSamples, read_rows, shortened
 from trak_core.errors import InputError
 from trak_core.ready_made.conversations import ROW_ARGUMENTS, chat_texts, messages_in
 from trak_core.ready_made.ready_study import (
@@ -181,9 +181,9 @@ def language_model(
         # Tokens that the tokenizer adds, such as an end token, have the offsets (0, 0). They must
         # not be counted as a part of the prompt.
         in_prompt = [i for i, (_, end) in enumerate(offsets) if 0 < end <= len(before)]
-        if in_prompt and before[-1] == " " and not is_chat:
+        if in_prompt and before[-1] == " " and not is_chat and "joined tokens" not in notified:
             alone = tokenizer(before, add_special_tokens=False)["input_ids"]
-            if alone[-1] != ids[in_prompt[-1]]:
+            if alone and alone[-1] != ids[in_prompt[-1]]:
                 notify(
                     "a prompt ends with a space, which the tokenizer joins with the first word of "
                     "the text. The joined token counts as text. If training converted prompts and "

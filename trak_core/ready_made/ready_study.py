@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 from torch import nn
 
-from trak_core.data.rows import shortened
+from trak_core.data.row_files import shortened
 from trak_core.errors import InputError, listed
 from trak_core.study.study import Study
 

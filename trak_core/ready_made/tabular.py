@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trak_core.data.rows import RowSample, RowSamples, as_number, read_rows, shortened
+from trak_core.data.row_files import RowSample, RowSamples, as_number, read_rows, shortened
 from trak_core.errors import InputError, listed
 from trak_core.ready_made.ready_study import (
     UNKNOWN_LABEL,

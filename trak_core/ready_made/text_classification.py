@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trak_core.data.rows import (
+from trak_core.data.row_files import (
     NamedRowSample,
     RowSamples,
     as_number,

@@ -28,7 +28,7 @@ from trak_core.artifacts import (
 )
 from trak_core.attribution.fitted_checkpoint import normal_weights, read_rows, score_rows
 from trak_core.config.memory_needs import evaluation_need
-from trak_core.config.scoring_settings import usual_combine, usual_power, usual_weighting
+from trak_core.config.scoring_defaults import usual_combine, usual_power, usual_weighting
 from trak_core.evaluation.baselines import gradient_dot_sums, label_sums, random_sums
 from trak_core.evaluation.intervals import CONFIDENCE
 from trak_core.evaluation.lds import (

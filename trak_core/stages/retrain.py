@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Mapping, Sequence
+from mmap import mmap
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ from trak_core.study.study import Study, trained_model
 _TARGETS = "target_data"
 # The kind of list whose samples are kept in retraining. The samples in other lists are left out.
 _SELECT = "select"
+# A byte that is shared with forked processes, such as the workers of a DataLoader.
+_was_read = mmap(-1, 1)
 
 
 def retrain(
@@ -104,8 +107,9 @@ def retrain(
         i, seed = runs[run]
         # The annotation of Subset requires a Dataset, but an object with len() and [i] suffices.
         data = _TrainingSubset(train.samples, np.flatnonzero(masks[i]).tolist())  # pyright: ignore[reportArgumentType]
+        _was_read[0] = 0
         model = trained_model(study, {**spec.arguments, "seed": seed}, data)
-        if "was_read" not in object.__getattribute__(data, "__dict__"):
+        if not _was_read[0]:
             raise InputError(
                 f"{study.path}: train() must train on its argument `data`, which contains the "
                 "training samples of a subset. Found that train() does not read it, so models "
@@ -124,11 +128,11 @@ def retrain(
 
 
 class _TrainingSubset(Subset):
-    """A subset of the training samples that notes in ``__dict__`` whether it was read."""
+    """A subset of the training samples that sets ``_was_read[0]`` to 1 when it is used."""
 
     def __getattribute__(self, name: str) -> Any:
         # The methods for len() and [i] also read the attributes of the subset.
-        object.__getattribute__(self, "__dict__")["was_read"] = True
+        _was_read[0] = 1
         return super().__getattribute__(name)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, default_collate
 
-from trak_core.data.rows import FromRow
+from trak_core.data.row_files import FromRow
 from trak_core.errors import (
     InputError,
     StoppedError,

@@ -1,9 +1,9 @@
 """Read the targets of an experiment from the study, or from a file that the experiment names.
 
 The file can be a Python file that defines ``target_data()`` and optionally ``target_ids()``, as a
-study does. Any other file contains rows, which ``trak_core.data.rows`` reads. The study's function
-``encode(**row)`` converts each row to a sample. The field ``id`` of a row is the sample's id. If
-the rows have no such field, the ids are 0, 1, 2, ...
+study does. Any other file contains rows, which ``trak_core.data.row_files`` reads. The study's
+function ``encode(**row)`` converts each row to a sample. The field ``id`` of a row is the sample's
+id. If the rows have no such field, the ids are 0, 1, 2, ...
 """
 
 import inspect
@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trak_core.data.rows import RowFile, RowSamples, parsed_json, read_rows, shortened
+from trak_core.data.row_files import RowFile, RowSamples, parsed_json, read_rows, shortened
 from trak_core.errors import InputError
 from trak_core.study.dataset_split import Split, checked_ids, users_code
 from trak_core.study.study import Study

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from trak_core.data.rows import RowFile
+from trak_core.data.row_files import RowFile
 from trak_core.errors import InputError, listed
 from trak_core.model_outputs.about_outputs import about_output
 from trak_core.runtime.progress import notice

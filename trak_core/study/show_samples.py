@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from trak_core.data.rows import FromRow
+from trak_core.data.row_files import FromRow
 from trak_core.study.dataset_split import Split, users_code
 from trak_core.study.study import Study
 
