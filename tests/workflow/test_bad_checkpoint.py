@@ -163,9 +163,8 @@ def test_all_bad_checkpoints_are_told_of_before_any_job(workspace, tmp_path):
     assert workspace.would_run()
     save(workspace.path(paths["old"]), {"net": network().state_dict()})
     found = message(refuse(workspace, config))
-    assert re.match(
-        r"all/old\.pt: a checkpoint must .* Found dict with net\. Choose a state dict", found
-    )
+    assert re.match(r"all/old\.pt: a checkpoint must .* Found dict with net\.", found)
+    assert "Set the checkpoint's `state_dict: net`" in found
     config["checkpoints"]["old"] = {"path": paths["old"], "state_dict": "net"}
     workspace.config = config
     assert workspace.would_run()

@@ -138,7 +138,7 @@ def test_evaluations_that_cannot_be(name):
 
 @pytest.mark.parametrize(("dim", "kind"), [(16, "hadamard"), (33, "rademacher")])
 def test_columns_that_the_projection_lacks(dim, kind):
-    with refused("config.sweep_columns", "rademacher and normal", 32, dim, f"with {kind}"):
+    with refused("config.sweep_columns", "rademacher or normal", 32, dim, f"with {kind}"):
         check_columns(32, kind, {"sweep": {"proj_dim": [dim]}})
 
 
