@@ -53,7 +53,7 @@ class _ReadyMade:
     names_images: bool = False  # whether the data files can be tables with paths of images
 
 
-_BASE_WEIGHTS = "model*.safetensors", "pytorch_model*.bin"
+BASE_WEIGHTS = "model*.safetensors", "pytorch_model*.bin"
 READY_MADE = {
     "language_model": _ReadyMade("language_modelling", ("texts", "targets"), takes_weights=True),
     "text_classification": _ReadyMade(
@@ -281,7 +281,7 @@ def _model_files(weights: Path) -> list[str]:
             base = str(json.loads(adapter.read_text()).get("base_model_name_or_path"))
             folders = filter(Path.is_dir, (adapter.parent / base, Path(base)))
             for folder in [*folders][:1]:
-                files.update(path for kind in _BASE_WEIGHTS for path in folder.glob(kind))
+                files.update(path for kind in BASE_WEIGHTS for path in folder.glob(kind))
     return [str(path) for path in sorted(files)]
 
 

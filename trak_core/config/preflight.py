@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from snakemake_executor_plugin_forks.server import Fork
-from trak_core.config.bind_study_arguments import builder_of
+from trak_core.config.bind_study_arguments import BASE_WEIGHTS, builder_of
 from trak_core.config.checkpoint_list import mixed_runs, seeming_runs, unread_weights
 from trak_core.config.cross_checks import check_columns, check_paths, check_sizes
 from trak_core.config.memory_needs import LARGE_BYTES, check_memory, evaluation_need, weights_mb
@@ -174,7 +174,7 @@ def bring_along(files: Sequence[Path]) -> list[str]:
     Raise an error if Snakemake would not send a file.
     """
     # Weights of an adapter's base model are not sent. They must exist on each machine.
-    files = [file for file in files if file.suffix not in {".safetensors", ".bin"}]
+    files = [file for file in files if not any(map(file.match, BASE_WEIGHTS))]
     outside = [file for file in files if not file.resolve().is_relative_to(Path.cwd())]
     large = [file for file in files if file.stat().st_size > _MAX_SOURCE_BYTES]
     for wrong, rule in ((outside, "be in the working folder"), (large, "have at most 10 MB")):

@@ -6,7 +6,7 @@
 from collections.abc import Mapping, Sequence
 from mmap import mmap
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -41,8 +41,6 @@ from trak_core.study.study import Study, trained_model
 _TARGETS = "target_data"
 # The kind of list whose samples are kept in retraining. The samples in other lists are left out.
 _SELECT = "select"
-# A byte that is shared with forked processes, such as the workers of a DataLoader.
-_was_read = mmap(-1, 1)
 
 
 def retrain(
@@ -107,9 +105,10 @@ def retrain(
         i, seed = runs[run]
         # The annotation of Subset requires a Dataset, but an object with len() and [i] suffices.
         data = _TrainingSubset(train.samples, np.flatnonzero(masks[i]).tolist())  # pyright: ignore[reportArgumentType]
-        _was_read[0] = 0
+        # Processes that train() forks, such as the workers of a DataLoader, share this byte.
+        _TrainingSubset.was_read = mmap(-1, 1)
         model = trained_model(study, {**spec.arguments, "seed": seed}, data)
-        if not _was_read[0]:
+        if not _TrainingSubset.was_read[0]:
             raise InputError(
                 f"{study.path}: train() must train on its argument `data`, which contains the "
                 "training samples of a subset. Found that train() does not read it, so models "
@@ -128,11 +127,13 @@ def retrain(
 
 
 class _TrainingSubset(Subset):
-    """A subset of the training samples that sets ``_was_read[0]`` to 1 when it is used."""
+    """A subset of the training samples that sets ``was_read[0]`` to 1 when it is used."""
+
+    was_read: ClassVar[mmap | bytearray] = bytearray(1)
 
     def __getattribute__(self, name: str) -> Any:
         # The methods for len() and [i] also read the attributes of the subset.
-        _was_read[0] = 1
+        _TrainingSubset.was_read[0] = 1
         return super().__getattribute__(name)
 
 
