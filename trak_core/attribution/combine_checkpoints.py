@@ -77,7 +77,7 @@ class KeptScores:
 
     ``positive`` contains the largest scores of each target. ``negative`` contains the lowest
     scores, multiplied by -1. ``by_sample`` contains the columns ``help``, ``harm`` and
-    ``harmed_label`` of the training samples, shape (n,) each, as far as they are known.
+    ``harmed_label`` of the training samples, shape (n,) each, or only those that are known.
     """
 
     positive: Extremes

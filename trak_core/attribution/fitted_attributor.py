@@ -401,9 +401,10 @@ class FittedAttributor(ABC):
                 return compute()
 
     def _compute_beside_held(self, name: str) -> Compute:
-        """Return the limits for computing gradients beside the scorers that are kept in memory.
+        """Return the device and the memory limits for computing gradients.
 
-        These scorers may take half of ``memory_mb``.
+        If the checkpoint's scorer is kept in memory, ``memory_mb`` is halved, because the scorers
+        that are kept may take the other half.
         """
         memory_mb = self._compute.memory_mb // (1 + (self._holds and name in self._held))
         return replace(self._compute, memory_mb=memory_mb)

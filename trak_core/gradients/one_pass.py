@@ -9,9 +9,8 @@ together, by a vmapped vector-Jacobian product.
 
 Unlike with ``torch.func.vmap(torch.func.grad(f))``, the model runs as it is written, with its own
 kernels, hooks and control flow, because nothing is traced. The (B, p) matrix of gradients is not
-formed, because a consumer gets each parameter's gradients as soon as they are computed. For a
-linear layer, the consumer gets factors of the gradient: output gradients and inputs (see
-``gradient_formulas``).
+formed: a consumer receives the gradients of one parameter at a time. For a linear layer, it
+receives factors of the gradient: output gradients and inputs (see ``gradient_formulas``).
 """
 
 import itertools

@@ -134,7 +134,7 @@ def show_list(
     contains them. For a list of suspects, ``scores`` contains the file of scores. The study's
     ``draw`` and ``describe`` determine how samples are shown.
     """
-    # Cells are read as texts, so that the page shows numbers exactly as they are in the CSV file.
+    # Cells are read as strings, so that the page shows the numbers without conversion.
     rows = pd.read_csv(listed, dtype=str, keep_default_na=False, encoding="utf-8")
     study = Study.load(study_file)
     train = study.split(TRAIN, None)

@@ -268,7 +268,7 @@ def _stamps(checkpoint: Path) -> list[tuple[int, ...]]:
 
 
 def _loads_plainly(model: nn.Module) -> bool:
-    """Return whether ``model.load_state_dict`` copies all weights as they are.
+    """Return whether ``model.load_state_dict`` copies all weights unchanged.
 
     Hooks and overridden methods could rename or change the weights.
     """

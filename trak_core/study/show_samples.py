@@ -53,7 +53,7 @@ class Picture:
 
 
 def are_drawn(study: Study, train: Split) -> bool:
-    """Return whether samples are shown as pictures, because of ``draw`` or as they are images."""
+    """Return whether samples are shown as pictures: they are images, or the study has ``draw``."""
     return study.has("draw") or _pixels(train.sample(0)) is not None
 
 
